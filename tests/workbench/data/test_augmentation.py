@@ -13,7 +13,7 @@ from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.errors import InputError
 from dp_microadam.training.evaluation import class_loss
 from dp_microadam.workbench.data.augmentation import SMALLEST_AREA, WIDEST_RATIO, Augmentation, random_box, random_crop, shifted
-from dp_microadam.workbench.recipes.measures import over_views
+from dp_microadam.workbench.recipes.assemble import over_views
 
 # The slow twin: one image and one random number at a time.
 

@@ -358,10 +358,10 @@ def test_standard_input_has_a_text_in_each_line(monkeypatch, stdin):
     ("name", "content", "sentence"),
     [
         ("a.csv", b"id,text\n1,one\n", "has no column 'body'"),
-        ("a.csv", b"id,body\n1,\n", "line 2: the text is empty"),
+        ("a.csv", b"id,body\n1,\n", "line 2: the row is empty"),
         ("a.csv", b"id,body\n1,one,two\n", "line 2: the row does not have 2 cells"),
-        ("a.jsonl", b'{"body": 3}\n', "line 1: the text is no text"),
-        ("a.txt", b"one\n\xff\xfe\n", "line 2: the text is not valid UTF-8"),
+        ("a.jsonl", b'{"body": 3}\n', "line 1: the row is no text"),
+        ("a.txt", b"one\n\xff\xfe\n", "line 2: the row is not valid UTF-8"),
     ],
 )
 def test_what_is_no_text_is_refused_with_file_and_line(tmp_path, name, content, sentence):

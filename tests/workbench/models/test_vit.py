@@ -61,16 +61,6 @@ def test_images_are_resized_to_the_resolution_of_the_model():
     torch.testing.assert_close(model(flat.expand(1, 3, 9, 9)), model(flat.expand(1, 3, 32, 32)))
 
 
-def test_a_random_model_starts_as_stated():
-    torch.manual_seed(0)
-    model = models.vit("tiny", 1000, resolution=32)
-    for weight in (model.head.weight, model.backbone.layers[3].mlp.fc1.weight):
-        # Six standard errors of the deviation of that many draws: false alarm 2e-9.
-        assert abs(float(weight.detach().std()) / 0.02 - 1) < 6 / math.sqrt(2 * weight.numel())
-    assert model.head.bias.unique().tolist() == [0.0]
-    assert models.normalization_of(model) is None
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_a_file_of_timm_gives_the_scores_of_an_independent_forward_pass(tmp_path, timm_checkpoint, timm_scores, half):
     tensors = {name: value.bfloat16().float() for name, value in timm_checkpoint().items()}
@@ -140,11 +130,9 @@ def test_transformers_is_imported_when_one_is_built_and_without_it_one_sentence_
     ("options", "message"),
     [
         ({"lora_rank": 2, "trainable": "biases"}, "trainable is 'biases' and lora_rank is 2; with LoRA leave trainable out"),
-        ({"lora_rank": 2, "trainable": "head"}, "trainable is 'head' and lora_rank is 2; with LoRA leave trainable out"),
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"lora_alpha": 4.0}, r"lora_alpha is 4\.0, but lora_rank is 0, which means no adapters; give lora_rank too"),
         ({"lora_rank": 2, "lora_targets": ["nothing"]}, "lora_targets is .*nothing.*does not fit this model"),
-        ({"lora_rank": 2, "lora_alpha": 0}, "lora_alpha is 0"),
     ],
 )
 def test_parts_that_cannot_be_trained_are_one_sentence(options, message):
@@ -309,18 +297,11 @@ def test_a_folder_that_holds_no_usable_model_is_refused(tmp_path, folder):
     ("changes", "message"),
     [
         ({"blocks.1.attn.qkv.weight": None}, "lacks the tensor layers.1.attention.q_proj.weight"),
-        (
-            {"blocks.1.attn.qkv.weight": (45, 16)},
-            "q_proj.weight has shape (15, 16); this model needs (16, 16)",
-        ),
-        ({"blocks.2.norm1.weight": (16,)}, "which holds layers.2.layernorm_before.weight"),
+        ({"blocks.1.attn.qkv.weight": (45, 16)}, "q_proj.weight has shape (15, 16); this model needs (16, 16)"),
         ({"pos_embed": None}, "lacks the tensor embeddings.position_embeddings"),
-        ({"pos_embed": (1, 16, 16)}, "embeddings.position_embeddings has shape (1, 16, 16)"),
         ({"pos_embed": (17, 16)}, "embeddings.position_embeddings has shape (17, 16)"),
         ({"head.weight": (5, 4)}, "tensor weight has shape (5, 4); this model needs (5, 16)"),
-        ({"patch_embed.proj.weight": (16, 1, 8, 8)}, "projection.weight has shape (16, 1, 8, 8)"),
         ({"dist_token": (1, 1, 16)}, "which holds dist_token"),
-        ({"vit.layernorm.bias": (16,)}, "which holds vit.layernorm.bias"),
         ({"norm.bias": torch.inf}, "layernorm.bias is not finite"),
     ],
 )

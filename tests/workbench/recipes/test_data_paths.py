@@ -31,16 +31,6 @@ def train(recipe, overrides, run, capsys):
 
 
 @pytest.fixture
-def cifar10(tmp_path):
-    random = np.random.default_rng(0)
-    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
-        records = random.integers(0, 256, (8, 3073), dtype=np.uint8)
-        records[:, 0] %= 10
-        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
-    return [f"data_folder={tmp_path}", "verify_data=false"]
-
-
-@pytest.fixture
 def image_folder(tmp_path):
     random = np.random.default_rng(0)
     for part, count in (("train", 10), ("val", 3)):

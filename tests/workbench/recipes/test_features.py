@@ -31,23 +31,13 @@ seed = 1
 """
 
 
-def write_images(folder):
-    """Made-up images in CIFAR-10's format."""
-    random = np.random.default_rng(0)
-    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
-        records = random.integers(0, 256, (8, 3073), dtype=np.uint8)
-        records[:, 0] %= 10
-        (folder / f"{name}.bin").write_bytes(records.tobytes())
-
-
 @pytest.fixture
-def recipe_of(tmp_path, monkeypatch):
+def recipe_of(tmp_path, monkeypatch, cifar10):
     """Writes the recipe of a head on a frozen model; features go to a cache of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def write(kind, pooling="own"):
         if kind == "images":
-            write_images(tmp_path)
             own = f'data = "cifar10"\nverify_data = false\ndata_folder = "{tmp_path}"\nmodel = "vit-tiny"\n'
             options = '[model_options]\nresolution = 16\ntrainable = "head"\n'
         else:
@@ -160,22 +150,14 @@ def test_a_vision_transformer_with_adapters_is_trained_resumed_evaluated_and_exp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "options"),
-    [
-        (("--set", "cache_features=true"), ()),
-        (("--set", "model_options.trainable=all"), ()),
-        (ADAPTED, ()),
-        (ADAPTED, ("--adapters",)),
-    ],
-)
+@pytest.mark.parametrize("settings", [("--set", "cache_features=true"), ("--set", "model_options.trainable=all"), ADAPTED])
 def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(
-    recipe_of, tmp_path, capsys, monkeypatch, settings, options
+    recipe_of, tmp_path, capsys, monkeypatch, settings
 ):
     recipe = recipe_of("texts", pooling="mean")
     folder, exported = tmp_path / "run", tmp_path / "exported"
     run(capsys, "train", recipe, *settings, "--quiet", "--run-dir", folder)
-    assert main(["export", str(folder), "--output", str(exported), *options]) == 0
+    assert main(["export", str(folder), "--output", str(exported)]) == 0
     code = re.search(r"```python\n(.*?)```", (exported / "README.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(exported)
     names = {}
@@ -183,20 +165,13 @@ def test_the_code_of_a_sentence_classifiers_card_gives_the_scores_of_the_run(
     texts = ["win cash now", "hello mum see you at home tonight", "free"]
     experiment = open_run(folder)
     experiment.trainer.peek()
-    model = experiment.best_model().eval()
     with torch.no_grad():
-        expected = model(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
-        torch.testing.assert_close(names["scores"](texts), expected)
-    assert names["classes"] == ["ham", "spam"]
-    if options:
-        with pytest.raises(InputError, match="holds adapters without the model they belong to; load them as its README"):
-            saved_classifier(exported)
-        return
-    saved, encoder, classes, _ = saved_classifier(exported)  # what predict takes
-    with torch.no_grad():
-        torch.testing.assert_close(saved(encoder(texts)), expected)
-    assert names["encoder"].config.id2label == {0: "ham", 1: "spam"}  # so that the hub shows them
-    assert classes == ("ham", "spam")
+        expected = experiment.best_model().eval()(text_encoder(str(tmp_path / "bert"), LENGTH)(texts))
+        torch.testing.assert_close(names["model"](names["encoder"](texts)), expected)
+    assert names["classes"] == ("ham", "spam")
+    if settings is ADAPTED:
+        assert main(["export", str(folder), "--output", str(tmp_path / "adapters"), "--adapters"]) == 2
+        assert "whose head no class of transformers or peft computes" in capsys.readouterr().err
     (exported / "head.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match=r"head\.safetensors cannot be read, export the model again"):
         saved_classifier(exported)

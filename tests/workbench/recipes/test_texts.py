@@ -25,8 +25,8 @@ from dp_microadam.workbench.models.hugging_face import (
     text_encoder,
 )
 from dp_microadam.workbench.recipes.assemble import assemble
-from dp_microadam.workbench.recipes.measures import next_token_loss
 from dp_microadam.workbench.recipes.recipe_files import load_recipe
+from dp_microadam.workbench.recipes.texts import next_token_loss
 
 pytest.importorskip("peft")
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dp_microadam.workbench.recipes.measures import document_nats, document_tokens, next_token_hits, next_token_loss
+from dp_microadam.workbench.recipes.texts import document_nats, document_tokens, next_token_hits, next_token_loss
 
 
 class Bigrams(nn.Module):

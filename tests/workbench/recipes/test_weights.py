@@ -14,8 +14,7 @@ from dp_microadam import InputError, PerformanceSettings, UnprotectedPlan
 from dp_microadam.clipping.engine import ClippedGradients
 from dp_microadam.sampling.poisson import PoissonSampler
 from dp_microadam.training.evaluation import class_loss
-from dp_microadam.workbench.recipes.assemble import assemble
-from dp_microadam.workbench.recipes.measures import weighted_class_loss
+from dp_microadam.workbench.recipes.assemble import assemble, weighted_class_loss
 from dp_microadam.workbench.recipes.recipe import Recipe
 
 

@@ -24,11 +24,11 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 """By kind of column: what its declaration may say."""
 
 
-class Unsuitable(ValueError):
+class Unsuitable(InputError):
     """Why a cell or row cannot be used. ``fault`` completes "a cell that …" and never contains the text of the cell."""
 
     def __init__(self, fault: str, remedy: str) -> None:
-        super().__init__(fault)
+        super().__init__(f"the row {fault}; {remedy}")
         self.fault = fault
         self.remedy = remedy
 
@@ -126,15 +126,15 @@ class Columns:
         return found
 
     def vector(self, row: Mapping[str, str]) -> list[float]:
-        """The inputs of the model for one row, given as the text of each column."""
+        """The inputs of the model for one row, given as the text of each column; Unsuitable names the column that has none."""
         inputs: list[float] = []
         for name, column in self.inputs.items():
             if name not in row:
-                raise InputError(f"the row has no column {name!r}; it must have all columns that the model was trained on")
+                raise Unsuitable(f"has no column {name!r}", "it must have all columns that the model was trained on")
             try:
                 inputs += column.vector(row[name].strip())
             except Unsuitable as error:
-                raise InputError(f"the row has a cell in column {name!r} that {error.fault}; {error.remedy}") from None
+                raise Unsuitable(f"has a cell in column {name!r} that {error.fault}", error.remedy) from None
         return inputs
 
 
@@ -156,17 +156,17 @@ def _column(key: str, given: Any) -> Column:
     for option, value in given.items():
         if option != "kind" and option not in options:
             raise InputError(f"{key}.{option} = {value!r} is unknown; a {kind} column takes {', '.join(options) or 'none'}")
-    found: dict[str, Any] = {option: _OPTION_READERS[option](f"{key}.{option}", given.get(option), kind) for option in options}
+    found: dict[str, Any] = {option: _OPTION_READERS[option](f"{key}.{option}", given.get(option)) for option in options}
     if kind == "category" and (not found["values"] or set(found["values"]) & set(found["missing"])):
         raise InputError(f"{key}.values is {given.get('values')!r}; it must name all values but the missing one")
     return Column(kind, **found)
 
 
-def _flag(key: str, value: Any, kind: str) -> bool:
+def _flag(key: str, value: Any) -> bool:
     return value is not None and require_flag(key, value)
 
 
-def _texts(key: str, given: Any, kind: str) -> tuple[str, ...]:
+def _texts(key: str, given: Any) -> tuple[str, ...]:
     """A text or a list of different ones; whole numbers are taken as the text they are written as."""
     texts = () if given is None else given if isinstance(given, list | tuple) else [given]
     if any(isinstance(text, bool) or not isinstance(text, str | int) for text in texts):
@@ -177,7 +177,7 @@ def _texts(key: str, given: Any, kind: str) -> tuple[str, ...]:
     return stripped
 
 
-def _range(key: str, given: Any, kind: str) -> tuple[float, float]:
+def _range(key: str, given: Any) -> tuple[float, float]:
     try:
         low, high = (_number(end) for end in given)
     except (TypeError, ValueError):

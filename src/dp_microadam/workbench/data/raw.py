@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.workbench.data.columns import Column, Columns, Unsuitable
-from dp_microadam.workbench.data.rows import open_rows, text_of
+from dp_microadam.workbench.data.rows import open_rows, read_rows, text_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -281,13 +281,7 @@ class RawRows(RawInput):
                 raise InputError(
                     f"{file} has no column {name!r}, by its first line; it must have one, the model was trained on it"
                 )
-        for number, (line, row) in enumerate(rows, 1):
-            try:
-                inputs = self.encoded(_usable(row))
-            except Unsuitable as error:
-                raise InputError(f"{file} line {line}: the row {error.fault}; {error.remedy}") from None
-            except InputError as error:
-                raise InputError(f"{file} line {line}: {error}") from None
+        for number, _, inputs in read_rows(file, rows, self.encoded):
             yield f"{file} row {number}", inputs
 
     @cached_property
@@ -323,19 +317,8 @@ def texts_in(file: Path, column: str) -> Iterator[tuple[str, str]]:
             raise InputError(f"{file} has no column {column!r}, in which the model was given texts; name it so")
     else:
         rows = ((line, {column: text.rstrip("\n")}) for line, text in enumerate(_lines(file), 1) if text.strip())
-    for number, (line, row) in enumerate(rows, 1):
-        try:
-            text = text_of(_usable(row).get(column))
-        except Unsuitable as error:
-            what = "text" if isinstance(row, dict) else "row"
-            raise InputError(f"{file} line {line}: the {what} {error.fault}; {error.remedy}") from None
+    for number, line, text in read_rows(file, rows, lambda row: text_of(row.get(column))):
         yield f"{file} {f'row {number}' if tabular else f'line {line}'}", text
-
-
-def _usable(row: dict[str, Any] | Unsuitable) -> dict[str, Any]:
-    if isinstance(row, Unsuitable):
-        raise row
-    return row
 
 
 def _lines(file: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from dp_microadam.errors import InputError
 from dp_microadam.workbench.data.columns import Unsuitable
@@ -69,6 +69,8 @@ def unreadable(path: Path, error: OSError) -> InputError:
 Row = tuple[int, dict[str, Any] | Unsuitable]
 """The number of a row's first line, and its cells by column, or what is wrong with it as a whole."""
 
+Read = TypeVar("Read")
+
 _NOT_UTF8 = Unsuitable("is not valid UTF-8", "save the file in that encoding")
 
 
@@ -91,6 +93,18 @@ def open_rows(
             rows = list(_json_rows(stream))
         return list(dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)), iter(rows)
     return _csv_rows(path, stream, header, clean)
+
+
+def read_rows(file: Path, rows: Iterable[Row], read: Callable[[dict[str, Any]], Read]) -> Iterator[tuple[int, int, Read]]:
+    """Number and line of each row, and what ``read`` makes of it; the first that cannot be used is refused by its line."""
+    for number, (line, row) in enumerate(rows, 1):
+        try:
+            if isinstance(row, Unsuitable):
+                raise row
+            found = read(row)
+        except Unsuitable as error:
+            raise InputError(f"{file} line {line}: {error}") from None
+        yield number, line, found
 
 
 def text_of(cell: Any) -> str:

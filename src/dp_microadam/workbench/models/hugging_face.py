@@ -248,38 +248,15 @@ def save_text_model(
         encoder.tokenizer.save_pretrained(folder)
 
 
-def sentence_loading_code(
-    model: SentenceClassifier, pretrained: str, max_length: int, classes: tuple[str, ...], *, adapters_alone: bool
+def text_loading_code(
+    model: TextModel | SentenceClassifier, kind: str, pretrained: str, max_length: int, *, adapters_alone: bool
 ) -> str:
-    """Python code that loads the folder of a :class:`SentenceClassifier` and computes its scores, for the model card."""
-    names, load = "from transformers import AutoModel, AutoTokenizer", 'AutoModel.from_pretrained(".").eval()'
-    about = "a pooler that is reported as missing is not used"
-    if adapters_alone:
-        names = "from peft import AutoPeftModelForFeatureExtraction\nfrom transformers import AutoTokenizer"
-        load = 'AutoPeftModelForFeatureExtraction.from_pretrained(".").eval()'
-        about = f"adapters on top of {pretrained}"
-    return f"""from safetensors.torch import load_file
-{names}
-
-# {about}
-encoder, tokenizer = {load}, AutoTokenizer.from_pretrained(".")
-head = load_file("{HEAD}")
-
-
-classes = {list(classes)!r}
-
-
-def scores(texts):
-    inputs = tokenizer(texts, truncation=True, max_length={max_length}, padding=True, return_tensors="pt")
-    mask = inputs["attention_mask"].unsqueeze(-1)
-    states = encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
-    features = (states * mask).sum(1) / mask.sum(1)
-    features = {model.features.norm:g} * features / features.norm(dim=1, keepdim=True)
-    return features @ head["weight"].T + head["bias"]"""
-
-
-def text_loading_code(kind: str, pretrained: str, max_length: int, *, adapters_alone: bool) -> str:
     """Python code that loads such a folder, for the model card; ``kind`` is the class of ``transformers``."""
+    if isinstance(model, SentenceClassifier):
+        return (
+            "from pathlib import Path\n\nfrom dp_microadam.workbench.models.hugging_face import saved_classifier\n\n"
+            'model, encoder, classes, _ = saved_classifier(Path("."))\n# scores of the classes: model(encoder(texts))'
+        )
     load = f'model = {kind}.from_pretrained(".")'
     names = f"from transformers import {kind}, AutoTokenizer"
     if adapters_alone:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from dp_microadam.errors import InputError
@@ -38,10 +38,9 @@ from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
 from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
-from dp_microadam.workbench.recipes.measures import next_token_hits, next_token_loss, over_views, weighted_class_loss
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
-from dp_microadam.workbench.recipes.texts import text_arguments, texts_in_words
+from dp_microadam.workbench.recipes.texts import next_token_hits, next_token_loss, text_arguments, texts_in_words
 
 _GAIN_FROM_BANDS = ("dp-threshold", "dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
 """Methods that gain from several bands by default."""
@@ -354,3 +353,39 @@ def with_advice(
         recipe, plan=None, noise_multiplier=None, batch_size=taken.batch_size, steps=taken.steps, bands=taken.bands
     )
     return changed, proposals, taken
+
+
+def weighted_class_loss(weights: Sequence[float]) -> PerExample:
+    """Cross-entropy of each example times the weight of its class, in training; in evaluation mode it is :func:`class_loss`.
+
+    Formal guarantees: none are needed. A weight multiplies an example's loss, and so its gradient, before that is clipped: the
+    example adds at most the clipping norm to the sum, whatever its weight. The weights themselves must be public numbers. Ones
+    that are computed from the labels of the training data, such as one over the size of each class, would reveal those sizes.
+    """
+    table = torch.tensor(weights)
+
+    def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal table
+        losses = class_loss(model, batch)
+        table = table.to(losses)  # copied to a device once: every copy waits for it
+        return losses * table[batch[1]] if model.training else losses
+
+    return weighted
+
+
+def over_views(measure: PerExample, example_shape: Sequence[int]) -> PerExample:
+    """``measure`` averaged over the views of each example, for batches of (inputs [B, K, *example_shape], labels [B]).
+
+    Averaging happens per example, before clipping. Batches without a dimension of views, as in evaluation, are measured as
+    they are.
+    """
+    dimensions = 1 + len(example_shape)
+
+    def averaged(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        if inputs.dim() == dimensions:
+            return measure(model, batch)
+        views = inputs.shape[1]
+        return measure(model, (inputs.flatten(0, 1), labels.repeat_interleave(views))).view(-1, views).mean(1)
+
+    return averaged

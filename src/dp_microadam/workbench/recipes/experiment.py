@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from dp_microadam.errors import DPMicroAdamError
 from dp_microadam.plan.learning_rate import too_much_noise
-from dp_microadam.training.evaluation import PerExample, evaluate
+from dp_microadam.training.evaluation import PerExample, class_hits, evaluate
 from dp_microadam.training.export import Deployment, normalization_in_words
 from dp_microadam.training.frozen_features import FrozenFeatures
 from dp_microadam.training.program import for_deployment
@@ -24,12 +24,33 @@ from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_us
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
-from dp_microadam.workbench.recipes.measures import ClassCounts, count_hits, document_hits, document_tokens
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.texts import language_figures
+from dp_microadam.workbench.recipes.texts import document_hits, document_tokens, language_figures
 
 _CHECKED = 32
 _TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """How many examples of each class there are, and how many of them were predicted right."""
+
+    hits: tuple[int, ...]
+    examples: tuple[int, ...]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.hits) / max(1, sum(self.examples))
+
+    @property
+    def recalls(self) -> list[float | None]:
+        """Of each class, the fraction that was predicted right; None for a class without examples."""
+        return [hit / count if count else None for hit, count in zip(self.hits, self.examples, strict=True)]
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always predicting the most frequent class."""
+        return max(self.examples, default=0) / max(1, sum(self.examples))
 
 
 @dataclass
@@ -159,8 +180,18 @@ class Experiment:
             documents = size_of(self.data.test)
             return ClassCounts((round(found["hits"] * documents),), (round(found["tokens"] * documents),))
         (test,) = self._inputs(self.data.test)
-        on = None if self.features is None else self.features.on
-        return count_hits(self.model, test, self.data.num_classes, on=on, **self._evaluation())
+        totals = torch.zeros(2, self.data.num_classes, dtype=torch.float64)
+
+        def hits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            right, labels = class_hits(model, batch), batch[1].cpu()
+            totals[0].index_add_(0, labels, right.cpu().double())
+            totals[1].index_add_(0, labels, torch.ones(len(labels), dtype=torch.float64))
+            return right
+
+        measured = hits if self.features is None else self.features.on(hits)
+        evaluate(self.model, test, {"accuracy": measured}, **self._evaluation())
+        right, examples = torch.tensor(self.trainer.ranks.total(totals.flatten().tolist())).round().long().view(2, -1).tolist()
+        return ClassCounts(tuple(right), tuple(examples))
 
     def _means(self, measures: Mapping[str, PerExample]) -> dict[str, float]:
         """Means of measures over the test set."""

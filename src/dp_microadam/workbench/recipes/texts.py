@@ -1,4 +1,4 @@
-"""Recipes on texts: the encoder, the figures of a language model, a classifier of files, and exports that others load."""
+"""Recipes on texts: the encoder, losses per document and figures of language models, a classifier of files, and exports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,10 @@ from dp_microadam.workbench.models.hugging_face import (
     TextModel,
     save_text_model,
     saved_classifier,
-    sentence_loading_code,
     text_encoder,
     text_loading_code,
 )
 from dp_microadam.workbench.recipes import keys
-from dp_microadam.workbench.recipes.measures import document_nats, document_tokens
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
 
@@ -70,6 +68,48 @@ def _layout_of(recipe: Recipe) -> Layout:
     return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
 
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens [B, length], negative where there is none, and labels, which are not used."""
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of each document's own tokens given those before them; 0 for a document of a single token.
+
+    Formal guarantees: the loss of a document depends on its own tokens alone. Its length does not weigh it: a long document is
+    clipped as a short one is.
+    """
+    return document_nats(model, batch) / document_tokens(model, batch).clamp(min=1)
+
+
+def next_token_hits(model: nn.Module, batch: Batch) -> Tensor:
+    """The fraction of each document's tokens that are the most likely one, given those before them."""
+    return document_hits(model, batch) / document_tokens(model, batch).clamp(min=1)
+
+
+def document_hits(model: nn.Module, batch: Batch) -> Tensor:
+    """The number of each document's tokens that are the most likely one."""
+    scores, targets, counted = _shifted(model, batch[0])
+    return ((scores.argmax(-1) == targets) & counted).sum(1)
+
+
+def document_nats(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of each document's cross-entropies; with :func:`document_tokens` it gives the perplexity."""
+    scores, targets, counted = _shifted(model, batch[0])
+    losses = nn.functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
+    return torch.where(counted, losses, 0.0).sum(1)
+
+
+def document_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """The number of predicted tokens of each document."""
+    return (batch[0][:, 1:] >= 0).sum(1)
+
+
+def _shifted(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of all tokens but the last, the tokens after them, and which of these exist."""
+    targets = tokens[:, 1:]
+    return model(tokens)[:, :-1], targets.clamp(min=0).long(), targets >= 0
+
+
 def language_figures(
     recipe: Recipe, model: TextModel, means: Callable[[Mapping[str, PerExample]], Mapping[str, float]]
 ) -> dict[str, Any]:
@@ -87,21 +127,12 @@ def language_figures(
 def written(recipe: Recipe, model: TextModel, prompt: str) -> str:
     """``prompt`` and the most likely tokens after it, without a repetition of three."""
     tokenizer = encoder_of(recipe).tokenizer
-    modes = {module: module.training for module in model.modules()}
+    was_training, network = model.training, cast(Any, model.network)
     model.eval()
-    try:
-        inputs = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
-        network: Any = model.network
-        found = network.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=_NEW_TOKENS,
-            do_sample=False,
-            no_repeat_ngram_size=3,
-        )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    inputs = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
+    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "no_repeat_ngram_size": 3}
+    found = network.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
+    model.train(was_training)
     return " ".join(tokenizer.decode(found[0], skip_special_tokens=True).split())
 
 
@@ -151,11 +182,12 @@ def export_texts(
     assert isinstance(model, TextModel | SentenceClassifier)
     encoder, layout, pretrained = encoder_of(recipe), _layout_of(recipe), recipe.model_options["pretrained"]
     classes = layout.classes
-    if isinstance(model, SentenceClassifier):
-        code = sentence_loading_code(model, pretrained, encoder.max_length, classes, adapters_alone=adapters_alone)
-    else:
-        kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
-        code = text_loading_code(kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
+    if isinstance(model, SentenceClassifier) and adapters_alone:
+        raise InputError(
+            "pooling is 'mean', whose head no class of transformers or peft computes; leave --adapters out to export the whole"
+        )
+    kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
+    code = text_loading_code(model, kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
             save_text_model(
