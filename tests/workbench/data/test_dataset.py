@@ -27,11 +27,6 @@ def test_what_is_known_of_data_is_known_without_torch_and_digits_without_pandas(
     assert done.stdout.splitlines() == ["False", "[]"]
 
 
-def test_an_unknown_data_set_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match=r"data is 'svhn'; it must be one of 'digits', 'mnist', 'fashion-mnist'"):
-        data.load("svhn")
-
-
 @examples(100)
 @given(count=st.integers(2, 500), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 2**32))
 def test_every_example_is_in_exactly_one_part(count, fraction, seed):

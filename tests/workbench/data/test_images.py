@@ -88,14 +88,6 @@ def test_files_are_told_by_their_ending_whatever_its_case_and_the_test_part_by_i
     assert len(load(write(tmp_path, suffix=suffix, test=test)).test) == 6
 
 
-def test_x_rays_are_scaled_by_the_bit_depth_of_the_recipe(tmp_path):
-    write(tmp_path)
-    Image.fromarray(np.full((30, 30), 2048, np.uint16)).save(tmp_path / "val" / "ant" / "000.png")
-    assert (load(tmp_path, bit_depth=12).test[0][0] == 128).all()
-    with pytest.raises(InputError, match="bit_depth is 8"):
-        load(tmp_path, bit_depth=8)
-
-
 def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp_path):
     write(tmp_path)
     for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png", "jane-doe", "jane-roe", ".jane-doe"):

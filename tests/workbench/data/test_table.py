@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -251,20 +250,6 @@ def test_csv_and_json_lines_hold_the_same_texts(tmp_path):
         assert sorted(zip(seen, labels, strict=True)) == sorted((one, int(label == "spam")) for one, label in rows)
 
 
-def test_texts_are_divided_by_user_and_become_tokens(tmp_path):
-    rows = "".join(f'{{"words": "{"w" * (n + 1)}", "y": {n % 3}, "who": {n % 7}}}\n' for n in range(70))
-    (tmp_path / "all.jsonl").write_text(rows)
-    options = {"text": "words", "label": "y", "classes": 3, "user_column": "who", "validation_size": 2}
-    found = load_texts(tmp_path / "all.jsonl", **options)
-    parts = [set(getattr(found, f"{part}_users")) for part in PARTS]
-    assert set.union(*parts) == {str(n) for n in range(7)}
-    assert [len(part) for part in parts] == [4, 2, 1]
-    numbers = found.train[0][:, 0] - 1
-    assert (found.num_classes, found.tokens, found.example_shape) == (3, True, (1,))
-    assert torch.equal(found.train[1], numbers % 3)
-    assert (found.train_users == np.array([str(n) for n in (numbers % 7).tolist()])).all()
-
-
 def test_a_part_of_the_examples_can_be_taken_and_only_it_is_encoded(tmp_path):
     for name, count in (("train", 40), ("test", 20)):
         lines = "".join(f'{{"text": "{"w" * (n + 1)}", "label": {n % 2}}}\n' for n in range(count))
@@ -283,13 +268,6 @@ def test_a_part_of_the_examples_can_be_taken_and_only_it_is_encoded(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             load_texts(tmp_path, classes=2, **sizes)
-
-
-def test_a_language_model_needs_no_labels(tmp_path):
-    (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "{"a" * n}"}}\n' for n in range(1, 11)))
-    assert load_texts(tmp_path / "t.jsonl", labelled=False).num_classes == 1
-    with pytest.raises(InputError, match="classes is None"):
-        load_texts(tmp_path / "t.jsonl", classes=None)
 
 
 BAD_CSV = (

@@ -86,16 +86,6 @@ def test_the_imagenet_recipe_trains_on_a_folder_of_images_decoded_in_workers(ima
     assert result["steps_done"] == 2
 
 
-def test_views_of_image_files_are_different_crops(image_folder, tmp_path):
-    overrides = [f"data_folder={image_folder}", "verify_data=false", "num_workers=0", "validation_size=4", "multiplicity=2"]
-    recipe = load_recipe("imagenet", [*overrides, *PERCEPTRON, "image_size=16", "delta=1e-5"])
-    experiment = assemble(recipe, tmp_path / "run", show_progress=False)
-    views, _ = experiment.training_part()[0]
-    assert views.shape == (2, 3, 16, 16)
-    assert not torch.equal(views[0], views[1])
-    assert experiment.fit().steps_done == 2
-
-
 def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     experiment = assemble(load_recipe("cifar10", [*cifar10, *PERCEPTRON]), tmp_path / "run", show_progress=False)
     seen = []

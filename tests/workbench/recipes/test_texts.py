@@ -129,10 +129,8 @@ def test_a_language_model_learns_documents_of_users_and_its_perplexity_is_that_o
 
     run = tmp_path / "run"
     users = ["unit=user", "examples_per_user=2", "data_options.user_column=sender", "batch_size=10", "delta=0.001"]
-    prompt = ["model_options.prompt=win cash", "model_options.lora_rank=none", "distance=none", "learning_rate=0.01"]
-    trained = command("train", "language-model", run, settings(folders, "llama", *users, *prompt), capsys)
-    assert trained["sample"].startswith("win cash")
-    assert trained["sample_before"].startswith("win cash")
+    whole = ["model_options.lora_rank=none", "distance=none", "learning_rate=0.01"]
+    trained = command("train", "language-model", run, settings(folders, "llama", *users, *whole), capsys)
     assert trained["test_perplexity"] != trained["test_perplexity_before"]
     assert main(["evaluate", str(run)]) == 0
     assert f"test perplexity {trained['test_perplexity']:.2f}" in capsys.readouterr().out

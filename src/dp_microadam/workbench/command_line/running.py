@@ -109,10 +109,11 @@ def figures_of(experiment: Experiment) -> dict[str, Any]:
     Of users, how many examples they have is not told.
     """
     counts, weights = experiment.test_results()
-    recipe, after = experiment.recipe, experiment.language_figures()
+    recipe, perplexity = experiment.recipe, experiment.perplexity()
     found: dict[str, Any] = {"test_accuracy": counts.accuracy, "weights": weights}
-    if after:
-        return {**found, **after, **{f"{name}_before": value for name, value in experiment.language_before.items()}}
+    if perplexity is not None:
+        before = experiment.perplexity_before
+        return {**found, "test_perplexity": perplexity, **({} if before is None else {"test_perplexity_before": before})}
     found["majority_accuracy"] = counts.majority
     found["recall"] = dict(zip(experiment.data.classes, counts.recalls, strict=True))
     return found if recipe.unit == "user" else {**found, "test_examples": sum(counts.examples)}
@@ -138,9 +139,6 @@ def say_figures(
             print(f"stopped after {result.steps_done} steps; go on with: dp-microadam resume {result.run_dir}")
     after = f" after {result.updates} steps" if run is None else ""
     print(f"evaluated with the {test['weights']}{lost_steps_note(result) or after}")
-    for when, name in (("before", "sample_before"), ("after", "sample")):
-        if sample := test.get(name):
-            print(f"sample {when} training: {sample}")
     if "test_perplexity" in test:
         before = test.get("test_perplexity_before")
         print(f"test perplexity {test['test_perplexity']:.2f}{'' if before is None else f' (before training {before:.2f})'}")

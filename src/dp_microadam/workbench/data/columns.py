@@ -67,16 +67,15 @@ class Column:
         return {"category": len(self.values) + self.other, "ignored": 0}.get(self.kind, 1)
 
     def vector(self, text: str) -> tuple[float, ...]:
-        """The inputs for a cell, whose text has no spaces around it. A missing value is all zeros, and a one at the end."""
+        """The inputs for the text of a cell. A missing value is all zeros, and a one at the end."""
+        text = text.strip()
         if text in self.missing:
             return (*[0.0] * self._own_width, 1.0)
-        if not text and self.width:
+        if not text:
             raise Unsuitable("is empty", 'fill it, or declare missing = ""')
         return (*self._encoded(text), *[0.0] * bool(self.missing))
 
     def _encoded(self, text: str) -> tuple[float, ...]:
-        if self.kind == "ignored":
-            return ()
         if self.kind == "category":
             if text not in self.values and not self.other:
                 raise Unsuitable("is not among the declared values", "add it to values if it is public, or set other = true")
@@ -132,7 +131,7 @@ class Columns:
             if name not in row:
                 raise Unsuitable(f"has no column {name!r}", "it must have all columns that the model was trained on")
             try:
-                inputs += column.vector(row[name].strip())
+                inputs += column.vector(row[name])
             except Unsuitable as error:
                 raise Unsuitable(f"has a cell in column {name!r} that {error.fault}", error.remedy) from None
         return inputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def _read_rows(path: Path, layout: Layout, may_lack_users: bool, source: Source)
             raise Unsuitable("is an invalid label", f"by data_options.classes it must be one of {shown}")
         return number[word_of(cell)]
 
-    inputs = {} if layout.columns is None else {name: _vector_of(one) for name, one in layout.columns.inputs.items()}
+    inputs = {} if layout.columns is None else {name: one.vector for name, one in layout.columns.inputs.items()}
     readers: dict[str, Callable[[Any], Any]] = {layout.text: text_of} if layout.text else {**inputs}
     readers |= {layout.label: label_of} if layout.label else {}
     readers |= {layout.user: user_of} if layout.user else {}
@@ -167,11 +166,6 @@ def _read_rows(path: Path, layout: Layout, may_lack_users: bool, source: Source)
     else:
         found = np.frombuffer(vectors, np.float32).reshape(len(labels), layout.columns.width)
     return Arrays(found, np.array(labels), np.array(users, np.str_) if layout.user else None, source.encode), layout
-
-
-def _vector_of(column: Column) -> Callable[[str], tuple[float, ...]]:
-    cached = lru_cache(4096)(column.vector)
-    return lambda cell: cached(cell.strip())
 
 
 def _with_columns(path: Path, names: Sequence[str], layout: Layout, may_lack_users: bool) -> Layout:

@@ -36,11 +36,12 @@ from dp_microadam.workbench.data.augmentation import Augmentation
 from dp_microadam.workbench.data.dataset import LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
 from dp_microadam.workbench.data.sources import load
+from dp_microadam.workbench.recipes import keys
 from dp_microadam.workbench.recipes.canaries import Canaries, add_canaries, canaries_in_words, with_canary_key
 from dp_microadam.workbench.recipes.experiment import Experiment
 from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import located_options
-from dp_microadam.workbench.recipes.texts import next_token_hits, next_token_loss, text_arguments, texts_in_words
+from dp_microadam.workbench.recipes.texts import encoder_of, next_token_hits, next_token_loss, texts_in_words
 
 _GAIN_FROM_BANDS = ("dp-threshold", "dp-walk", "dp-microadam", "dp-sgd", "dp-adam", "dp-adamw")
 """Methods that gain from several bands by default."""
@@ -208,7 +209,8 @@ def public_examples(recipe: Recipe, data: LabelledData, chosen: Any) -> PublicEx
 
 def load_data(recipe: Recipe) -> LabelledData:
     """The data that a recipe names."""
-    return load(recipe.data, recipe.data_folder or None, **load_settings(recipe), **text_arguments(recipe))
+    encode = encoder_of(recipe) if recipe.data in keys.TEXT_SETS else None
+    return load(recipe.data, recipe.data_folder or None, encode=encode, **load_settings(recipe))
 
 
 def load_settings(recipe: Recipe) -> dict[str, Any]:

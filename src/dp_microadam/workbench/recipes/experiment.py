@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from dp_microadam.training.trainer import PrivateTrainer, RunResult
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.data.dataset import Examples, LabelledData, count_users, size_of
 from dp_microadam.workbench.data.images import ImageFolder
-from dp_microadam.workbench.models.hugging_face import TextModel
 from dp_microadam.workbench.recipes.canaries import Canaries
 from dp_microadam.workbench.recipes.recipe import Recipe
-from dp_microadam.workbench.recipes.texts import document_hits, document_tokens, language_figures
+from dp_microadam.workbench.recipes.texts import document_hits, document_nats, document_tokens
 
 _CHECKED = 32
 _TOLERANCE = 1e-3
@@ -64,13 +64,13 @@ class Experiment:
     canaries: Canaries | None = None
     features: FrozenFeatures | None = None
     """For a recipe with ``cache_features``, what computes the features that the trainer takes."""
-    language_before: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of a language model before its first step."""
+    perplexity_before: float | None = None
+    """Of a language model before its first step."""
 
     def fit(self) -> RunResult:
         """Train on the training part, with validation on the part held out of it, if any is."""
         if self.trainer.step.account.updates == 0:
-            self.language_before = self.language_figures()
+            self.perplexity_before = self.perplexity()
         validation = self.data.validation if size_of(self.data.validation) else None
         train, held_out = self._inputs(training_part(self.recipe, self.data), validation)
         return self.trainer.fit(train, held_out, **users_of(self.recipe, self.data))
@@ -127,12 +127,13 @@ class Experiment:
         with average.in_place_of(self.model):
             yield "averaged weights"
 
-    def language_figures(self) -> dict[str, Any]:
-        """Perplexity on the test texts and a sample, of a language model; nothing of other models."""
-        if not isinstance(self.model, TextModel) or not self.recipe.predicts_tokens:
-            return {}
+    def perplexity(self) -> float | None:
+        """On the test texts, of a language model: exp of the mean cross-entropy of a token, over all tokens of all texts."""
+        if not self.recipe.predicts_tokens:
+            return None
         with self.best_weights():
-            return language_figures(self.recipe, self.model, self._means)
+            found = self._means({"nats": document_nats, "tokens": document_tokens})
+        return math.exp(found["nats"] / found["tokens"])
 
     def final_weights_accuracy(self) -> float | None:
         """Accuracy on the test set of the weights after the last step, if the recipe also keeps an average; else None."""

@@ -39,7 +39,7 @@ MODEL_OPTIONS: dict[str, tuple[str, ...]] = {
     **{f"deit-{size}": _TRANSFORMER_OPTIONS for size in ("tiny", "small", "base")},
     **{f"vit-{size}": _TRANSFORMER_OPTIONS for size in ("tiny", "small", "base", "large")},
     "hugging-face": ("pretrained", "trainable", "pooling", *_LORA_OPTIONS),
-    "hugging-face-causal": ("pretrained", "prompt", *_LORA_OPTIONS),
+    "hugging-face-causal": ("pretrained", *_LORA_OPTIONS),
 }
 """Options by model."""
 

@@ -113,6 +113,6 @@ def located(name: str) -> str:
 
 def located_options(recipe: Recipe) -> dict[str, Any]:
     """The options that the recipe's model is built with."""
-    options = {name: value for name, value in recipe.resolved_model_options.items() if name != "prompt"}  # for samples of text
+    options = recipe.resolved_model_options
     name = options.get("pretrained")
     return {**options, "pretrained": located(name)} if isinstance(name, str) else options

@@ -1,12 +1,11 @@
-"""Recipes on texts: the encoder, losses per document and figures of language models, a classifier of files, and exports."""
+"""Recipes on texts: the encoder, losses per document of language models, a classifier of files, and exports."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 from dp_microadam.ledger.statement import STATEMENT_NAME
-from dp_microadam.training.evaluation import PerExample
 from dp_microadam.training.export import CARD, model_card, new_folder
-from dp_microadam.workbench.data.catalogue import known
 from dp_microadam.workbench.data.raw import TEXT_ENDINGS, texts_in
-from dp_microadam.workbench.data.tables import Layout, layout_of
 from dp_microadam.workbench.models.hugging_face import (
     SentenceClassifier,
     TextEncoder,
@@ -36,7 +32,6 @@ if TYPE_CHECKING:
     from dp_microadam.workbench.recipes.experiment import Experiment
 
 _DEFAULT_LENGTH = 128
-_NEW_TOKENS = 40
 
 
 def encoder_of(recipe: Recipe) -> TextEncoder:
@@ -44,18 +39,11 @@ def encoder_of(recipe: Recipe) -> TextEncoder:
     return text_encoder(located_options(recipe).get("pretrained", ""), _length(recipe))
 
 
-def text_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of ``load`` for the texts of a recipe; none for other data."""
-    return {"encode": encoder_of(recipe)} if recipe.data in keys.TEXT_SETS else {}
-
-
 def texts_in_words(recipe: Recipe) -> list[str]:
     """What a privacy statement lists as public about texts."""
     if recipe.data not in keys.TEXT_SETS:
         return []
-    prompt = ["the prompt of samples"] if recipe.model_options.get("prompt") else []
-    cut = "longer texts are cut there, shorter ones padded"
-    return [f"the tokenizer, and the length of {_length(recipe)} tokens: {cut}", *prompt]
+    return [f"the tokenizer, and the length of {_length(recipe)} tokens: longer texts are cut there, shorter ones padded"]
 
 
 def _length(recipe: Recipe) -> int:
@@ -63,9 +51,8 @@ def _length(recipe: Recipe) -> int:
     return length
 
 
-def _layout_of(recipe: Recipe) -> Layout:
-    """The columns of texts and labels, and the names of the classes; a language model has none."""
-    return layout_of(known(recipe.data), recipe.data_options, labelled=not recipe.predicts_tokens)
+def _column(recipe: Recipe) -> str:
+    return str(recipe.data_options.get("text", "text"))
 
 
 Batch = tuple[Tensor, Tensor]
@@ -110,32 +97,6 @@ def _shifted(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return model(tokens)[:, :-1], targets.clamp(min=0).long(), targets >= 0
 
 
-def language_figures(
-    recipe: Recipe, model: TextModel, means: Callable[[Mapping[str, PerExample]], Mapping[str, float]]
-) -> dict[str, Any]:
-    """Perplexity on the test texts, and the continuation of the recipe's ``prompt``; ``means`` evaluates measures on them.
-
-    Perplexity is exp of the mean cross-entropy of a token, over all tokens of all texts.
-    """
-    found = means({"nats": document_nats, "tokens": document_tokens})
-    prompt = recipe.model_options.get("prompt")
-    sample = {"sample": written(recipe, model, prompt)} if prompt else {}
-    return {"test_perplexity": math.exp(found["nats"] / found["tokens"]), **sample}
-
-
-@torch.no_grad()
-def written(recipe: Recipe, model: TextModel, prompt: str) -> str:
-    """``prompt`` and the most likely tokens after it, without a repetition of three."""
-    tokenizer = encoder_of(recipe).tokenizer
-    was_training, network = model.training, cast(Any, model.network)
-    model.eval()
-    inputs = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
-    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "no_repeat_ngram_size": 3}
-    found = network.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
-    model.train(was_training)
-    return " ".join(tokenizer.decode(found[0], skip_special_tokens=True).split())
-
-
 @dataclass(frozen=True)
 class TextClassifier:
     """Probabilities of classes for texts in files, which are encoded as in training."""
@@ -156,8 +117,7 @@ class TextClassifier:
             raise InputError(
                 f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints what it writes"
             )
-        layout = _layout_of(recipe)
-        return cls(experiment.best_model(), encoder_of(recipe), layout.classes, layout.text or "text")
+        return cls(experiment.best_model(), encoder_of(recipe), experiment.data.classes, _column(recipe))
 
     @classmethod
     def of_export(cls, folder: Path) -> TextClassifier:
@@ -180,19 +140,16 @@ def export_texts(
     """Write the model of a run as ``transformers`` does, or its adapters as ``peft`` does; averaged weights if it has them."""
     recipe, model = experiment.recipe, experiment.model
     assert isinstance(model, TextModel | SentenceClassifier)
-    encoder, layout, pretrained = encoder_of(recipe), _layout_of(recipe), recipe.model_options["pretrained"]
-    classes = layout.classes
+    encoder, classes = encoder_of(recipe), () if recipe.predicts_tokens else experiment.data.classes
     if isinstance(model, SentenceClassifier) and adapters_alone:
         raise InputError(
             "pooling is 'mean', whose head no class of transformers or peft computes; leave --adapters out to export the whole"
         )
     kind = "AutoModelForCausalLM" if recipe.predicts_tokens else "AutoModelForSequenceClassification"
-    code = text_loading_code(model, kind, pretrained, encoder.max_length, adapters_alone=adapters_alone)
+    code = text_loading_code(model, kind, recipe.model_options["pretrained"], encoder.max_length, adapters_alone=adapters_alone)
     with new_folder(output) as folder:
         with experiment.best_weights():
-            save_text_model(
-                model, encoder, folder, classes=classes, column=layout.text or "text", adapters_alone=adapters_alone
-            )
+            save_text_model(model, encoder, folder, classes=classes, column=_column(recipe), adapters_alone=adapters_alone)
         # Computed again from the ledger: what is published must not claim less than was spent.
         experiment.trainer.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")

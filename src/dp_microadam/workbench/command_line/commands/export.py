@@ -97,7 +97,7 @@ def _in_words(test: dict[str, Any], result: RunResult) -> dict[str, Any]:
         known = [(name, recall) for name, recall in test["recall"].items() if recall is not None]
         shown = known if len(known) <= _SHOWN_CLASSES else sorted(known, key=lambda one: one[1])[:_SHOWN_CLASSES]
         found |= {f"recall of {name}": f"{100 * recall:.1f} %" for name, recall in shown}
-    found |= {name: test[name] for name in ("test_perplexity", "sample") if name in test}
+    found |= {"test_perplexity": test["test_perplexity"]} if "test_perplexity" in test else {}
     found["steps"] = result.updates
     if result.updates < result.steps_done:
         found["steps spent that are not in the weights"] = result.steps_done - result.updates
