@@ -1,10 +1,7 @@
 """What privacy rests on: no example moves the sums by more than the sensitivity."""
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dp_microadam import ClippedGradients
-from dp_microadam.clipping import outer_product, passes
-from dp_microadam.clipping.outer_product import OuterProductSum
-from dp_microadam.clipping.passes import ParameterShare
+from dp_microadam.clipping import outer_product
 from dp_microadam.clipping.per_example import clipped_sum
 from dp_microadam.clipping.rules.linear import LinearFactors
-from dp_microadam.clipping.rules.rule import PartsCall
 from dp_microadam.layers.weight_standardization import WeightStandardizedConv2d
 
 from .conftest import STRATEGIES, cross_entropy, linear_loss, size
@@ -372,95 +364,6 @@ def test_an_example_whose_norm_overflows_when_it_is_taken_again_contributes_noth
     engine.check_independence((x, d))
     engine.accumulate((x, d))
     assert all(total.isfinite().all() for total in engine.sums.values())
-
-
-class Waits(TorchDispatchMode):
-    """Counts, by file of the project, the operations for which a GPU has to catch up with the host."""
-
-    _aten = torch.ops.aten
-    OPERATIONS = (_aten._local_scalar_dense, _aten.nonzero, _aten._unique2, _aten.equal, _aten.masked_select, _aten.isin)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        mask = func.overloadpacket in (self._aten.index, self._aten.index_put_, self._aten.index_put) and any(
-            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1])
-        )
-        if mask or func.overloadpacket in self.OPERATIONS:
-            frame: Any = sys._getframe(1)
-            while frame is not None and "dp_microadam/clipping" not in frame.f_code.co_filename:
-                frame = frame.f_back
-            where = "the model" if frame is None else f"{frame.f_code.co_filename.split('/')[-1]}:{frame.f_lineno}"
-            self.found[f"{func.overloadpacket} in {where}"] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Everything(nn.Module):
-    """A layer of every kind: a shared table, positions, several rows per example, attention, recurrence and images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 8, padding_idx=0)
-        self.positions = nn.Parameter(torch.randn(1, 6, 8))
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.recurrent = nn.GRU(8, 8, batch_first=True)
-        self.images = nn.Sequential(WeightStandardizedConv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 8, 3))
-        self.head = nn.Linear(8, 11)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.recurrent(self.encoder(self.table(x) + self.positions))[0]
-        views = hidden.reshape(len(x) * 2, 1, 3, 8)
-        return self.head(hidden[:, -1] + self.images(views).mean((2, 3)).view(len(x), 2, 8).sum(1))
-
-
-OF_A_CHUNK = [
-    (None, "per-layer"),
-    ("ghost", "flat"),
-    *(pytest.param(one, "flat", marks=pytest.mark.slow) for one in ("keep", "drop")),
-]
-
-
-@pytest.mark.parametrize(("strategy", "clipping"), OF_A_CHUNK)
-def test_nothing_in_a_chunk_waits_for_the_device(strategy, clipping):
-    torch.manual_seed(0)
-    engine = ClippedGradients(Everything(), cross_entropy, max_grad_norm=1.0, strategy=strategy, clipping=clipping)
-    batch = torch.randint(1, 11, (5, 6)), torch.randint(11, (5,))
-    engine.check_independence(batch)
-    with Waits() as waits:
-        engine.accumulate(batch)
-    assert not waits.found, dict(waits.found)
-
-
-class _TwoWeights(PartsCall):
-    """A call of a layer with two weights, each with a gradient that is a sum of outer products."""
-
-    def __init__(self, factors: Sequence[LinearFactors]) -> None:
-        super().__init__()
-        self.parts = {str(number): OuterProductSum(one, "ghost") for number, one in enumerate(factors)}
-
-    def squared_norms(self, output_gradient: Tensor) -> Tensor:
-        return self.norms_of_parts()
-
-    def per_example(self, output_gradient: Tensor, examples: slice) -> dict[str, Tensor]:
-        raise AssertionError("not used here")
-
-
-@pytest.mark.parametrize("cancelling", [0, 1])
-def test_a_doubt_about_any_weight_of_a_layer_is_settled(cancelling):
-    """One position takes back what the other adds, up to 1e-4: Gram matrices alone would lose that in rounding."""
-    torch.manual_seed(0)
-    inputs, deltas = torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 5)
-    inputs[cancelling, 3, 1] = inputs[cancelling, 3, 0] * (1 + 1e-4)
-    deltas[cancelling, 3, 1] = -deltas[cancelling, 3, 0]
-    call = _TwoWeights([LinearFactors(*pair) for pair in zip(inputs, deltas, strict=True)])
-    part = ParameterShare(call, {"0": "0", "1": "1"}, call.norms_of_parts())
-    settled = passes.recompute_uncertain([part])
-    exact = (deltas.double().transpose(2, 3) @ inputs.double()).square().sum((0, 2, 3)).sqrt()
-    torch.testing.assert_close(settled.of_examples.double(), exact, rtol=1e-6, atol=0)
-    assert [len(weight._exceptions) > 0 for weight in call.parts.values()][cancelling]
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per-layer"])

@@ -3,7 +3,6 @@
 import random
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -130,25 +129,6 @@ def test_pixels_are_tried_in_their_full_range(kind):
     (assert_refused if mixes else assert_accepted)(classifier_of(images()), on_inputs(change), images())
 
 
-def test_a_target_that_is_missing_does_not_hide_an_input_that_is_filled_in():
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        x = torch.where(batch[0].isnan(), batch[0].nanmean(0).expand_as(batch[0]), batch[0])
-        return (model(x) - batch[1]).square().mean(1)
-
-    assert_refused(nn.Linear(5, 3), loss, (torch.randn(5, 5), torch.randn(5, 3)))
-
-
-def test_missing_targets_left_out_by_their_number_in_the_batch_are_refused():
-    def loss(model: nn.Module, batch: Batch, dimension: int | None) -> Tensor:
-        known = ~batch[1].isnan()
-        squares = torch.where(known, model(batch[0]) - batch[1], 0).square().sum(1)
-        return squares / (known.sum() if dimension is None else known.sum(dimension)).clamp(min=1)
-
-    batch = torch.randn(5, 5), torch.randn(5, 3)
-    assert_refused(nn.Linear(5, 3), lambda m, b: loss(m, b, None), batch)
-    assert_accepted(nn.Linear(5, 3), lambda m, b: loss(m, b, 1), batch)
-
-
 def distances(x: Tensor) -> Tensor:
     return (x.flatten(1).double()[:, None] - x.flatten(1).double()).abs().amax(2)
 
@@ -186,25 +166,6 @@ def test_leaving_out_examples_that_resemble_others_is_refused(kind):
 
     engine, examples = ClippedGradients(classifier_of(batch()), loss, max_grad_norm=1.0), batch()
     assert all(mixing_is_found(engine, examples, seed=seed) for seed in range(3))
-
-
-def test_examples_that_resemble_each_other_are_left_alone_where_their_parts_belong_together():
-    """Numbers that only go with their own text make no example with another's."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        if (batch[0].sum(1) != batch[1]).any():
-            raise ValueError("sums do not go with their numbers")
-        return model(batch[0].float()).squeeze(1)
-
-    def of_copies(model: nn.Module, batch: Batch) -> Tensor:
-        return loss(model, batch) / (distances(batch[0]) == 0).sum(1)
-
-    numbers = torch.arange(24).view(6, 4)
-    batch = numbers, numbers.sum(1)
-    for one in (loss, of_copies):
-        engine = ClippedGradients(nn.Linear(4, 1), one, max_grad_norm=1.0, synthetic_batch=batch)
-        with pytest.raises(InputError, match="mixes examples") if one is of_copies else nullcontext():
-            engine.accumulate(batch)
 
 
 def mixing_is_found(engine: ClippedGradients, batch: Batch, seed: int) -> bool:
@@ -422,19 +383,6 @@ class Float32Inside(nn.Module):
         return torch.softmax((10 * x).float() @ torch.eye(8), 1).to(x.dtype)
 
 
-class TimeFirst(nn.Module):
-    """Drops out of tensors that have the examples in their second dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.dropout = nn.MultiheadAttention(5, 1, dropout=0.2), nn.Dropout(0.5)
-        self.head = nn.Linear(5, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unsqueeze(0).expand(3, -1, -1)
-        return self.head(self.dropout(self.attention(x, x, x)[0])[0])
-
-
 def around(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(5, 8), middle(), nn.Linear(8, 4))
 
@@ -443,7 +391,6 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "dropout": around(lambda: nn.Dropout(0.5)),
     "dropout of channels": around(lambda: nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Dropout1d(0.5), nn.Flatten())),
     "alpha dropout": around(lambda: nn.AlphaDropout(0.3)),
-    "dropout with time first": TimeFirst,
     "examples skip a block": around(SkipsExamples),
     "batches skip a block": around(SkipsBatches),
     "layer norm": around(lambda: nn.Sequential(nn.LayerNorm(8), nn.GELU())),
@@ -461,14 +408,18 @@ def test_models_in_which_examples_do_not_meet_are_accepted(kind):
             assert engine.accumulate(features(count)).shape == (count,)
 
 
+def raising(x: Tensor) -> Tensor:
+    if not x.isfinite().all():
+        raise ValueError("not finite")
+    return x
+
+
 LOSSES_APART: dict[str, Loss] = {
     "weights by label": lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.arange(4.0), reduction="none"),
-    "weights by index": lambda m, b: cross_entropy(m, b) * torch.arange(4.0)[b[1]],
     "filled with the example's mean": on_inputs(lambda x: torch.where(x.isnan(), x.nanmean(1, keepdim=True), x)),
-    "filled with a constant": on_inputs(lambda x: torch.where(x.isfinite(), x, torch.tensor(0.5))),
-    "with a flag": on_inputs(lambda x: torch.where(x.isnan().any(1, keepdim=True), -x.nan_to_num(), x)),
-    "by the largest of each": on_inputs(lambda x: x / x.abs().amax(1, keepdim=True)),
     "dropout after filling": on_inputs(lambda x: F.dropout(x.nan_to_num(0, 1, -1), 0.3)),
+    "with a flag": on_inputs(lambda x: torch.where(x.isnan().any(1, keepdim=True), -x.nan_to_num(), x)),
+    "an error for missing numbers": on_inputs(raising),
 }
 
 
@@ -477,13 +428,18 @@ def test_losses_in_which_examples_do_not_meet_are_accepted(kind):
     assert_accepted(nn.Linear(5, 4), LOSSES_APART[kind], features(9))
 
 
-def test_a_model_that_raises_on_missing_numbers_is_accepted():
-    def finite(x: Tensor) -> Tensor:
-        if not x.isfinite().all():
-            raise ValueError("not finite")
-        return x
+@pytest.mark.parametrize("targets", ["kept", "left out by their number in the batch", "left out by the example's own"])
+def test_a_target_that_is_missing_does_not_hide_an_input_that_is_filled_in(targets):
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if targets == "kept":
+            x = torch.where(batch[0].isnan(), batch[0].nanmean(0).expand_as(batch[0]), batch[0])
+            return (model(x) - batch[1]).square().mean(1)
+        known = ~batch[1].isnan()
+        squares = torch.where(known, model(batch[0]) - batch[1], 0).square().sum(1)
+        return squares / (known.sum(1) if "own" in targets else known.sum()).clamp(min=1)
 
-    assert_accepted(nn.Linear(5, 4), on_inputs(finite), features())
+    judged = assert_accepted if "own" in targets else assert_refused
+    judged(nn.Linear(5, 3), loss, (torch.randn(5, 5), torch.randn(5, 3)))
 
 
 def counted(sizes: list[int]) -> Loss:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.layers import DPMultiheadAttention
-from thoroughness import THOROUGH, examples
+from thoroughness import examples
 from torch import Tensor, nn
 
 from dp_microadam.clipping.rules import attention, recurrent
@@ -50,24 +50,6 @@ def test_multihead_attention_agrees_with_the_loop(
     width = {"kdim": 6, "vdim": 6} if cross and other_width else {}
     model = Attention(cross, need_weights, batch_first=batch_first, bias=bias, add_bias_kv=extra, add_zero_attn=extra, **width)
     assert_agrees(model, torch.randn(batch, 5, 8), strategies=(None,))
-
-
-@pytest.mark.parametrize(
-    ("mode", "norm_first"),
-    [
-        ("train", True),
-        pytest.param("eval", False, marks=pytest.mark.slow),
-        pytest.param("train", False, marks=pytest.mark.slow),
-        pytest.param("eval", True, marks=pytest.mark.slow),
-    ],
-)
-def test_transformer_encoders_agree_with_the_loop(assert_agrees, mode, norm_first):
-    # In eval mode torch.nn would take its fused inference path, which no hook sees.
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    strategies = (None, "ghost", "keep", "drop") if THOROUGH or mode == "train" else (None,)
-    assert_agrees(model.train(mode == "train"), torch.randn(4, 5, 8), strategies=strategies)
 
 
 def test_a_transformer_decoder_agrees_with_the_loop(assert_agrees):
@@ -190,15 +172,13 @@ def test_transposed_convolutions_agree_with_the_loop(assert_agrees, case, batch)
     assert_agrees(model, torch.randn(batch, *shape))
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize(
     ("stride", "more", "dilation", "padding", "groups"), [(1, 1, 2, 1, 1), (1, 2, 3, 0, 2), (2, 2, 3, 2, 1), (3, 2, 1, 1, 1)]
 )
-def test_output_padding_of_any_size_agrees_with_the_loop(assert_agrees, dimensions, stride, more, dilation, padding, groups):
-    family = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
+def test_output_padding_of_any_size_agrees_with_the_loop(assert_agrees, stride, more, dilation, padding, groups):
     torch.manual_seed(0)
-    layer = family(2 * groups, 3 * groups, 2, stride, padding, more, groups, dilation=dilation)
-    assert_agrees(layer, torch.randn(3, 2 * groups, *[3, 2, 2][:dimensions]))
+    layer = nn.ConvTranspose2d(2 * groups, 3 * groups, 2, stride, padding, more, groups, dilation=dilation)
+    assert_agrees(layer, torch.randn(3, 2 * groups, 3, 2))
 
 
 class TimeFirst(nn.Module):
@@ -249,7 +229,7 @@ TIME_FIRST = {
 
 
 # As many steps as examples, as the independence check has, and as it learns from: the shape does not tell rows from columns.
-@pytest.mark.parametrize("steps", [4, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 11, 13, 26))])
+@pytest.mark.parametrize("steps", [4, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 14))])
 @pytest.mark.parametrize("name", TIME_FIRST)
 def test_layers_with_time_first_agree_with_the_loop(assert_agrees, name, steps):
     torch.manual_seed(0)

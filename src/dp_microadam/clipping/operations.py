@@ -318,16 +318,9 @@ def call_of_operation(
     if found is not None:
         return found
     call = _by_formula(operation, copied)
-    rule = rules.setdefault(f"{call.first} ({operation.name})", OperationRule(call.first, nn.Identity(), tuple(call.names)))
+    rule = rules.setdefault(f"{call.first} ({operation.name})", LayerRule(call.first, nn.Identity(), tuple(call.names)))
     rule.estimate = Estimate("keep", float("nan"), float("nan"), 4.0 * sum(r.numel() for r in call.roots.values()))
     return call, call.names
-
-
-class OperationRule(LayerRule):
-    """Represents an operation in the table of ``explain``."""
-
-    def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
-        raise NotImplementedError("operations are observed by call_of_operation")
 
 
 def _layer_like(operation: Operation, rules: dict[str, LayerRule]) -> tuple[LayerCall, Mapping[str, str]] | None:

@@ -29,17 +29,8 @@ and up to four between were replaced in a batch of exactly that size, three quar
 
 Then clipping the rows of each example bounds the change that adding or removing one example makes.
 
-The check can miss the following, which is outside the guarantee (docs/clipping.md lists it for users):
-
-- mixing on some inputs only: values beyond those tried (a threshold above a million; one class, token or pixel among many;
-  infinite numbers), sizes between three and the largest tried, or numbers of examples beyond three that count by themselves;
-- mixing that begins later, after a number of calls or by a switch from outside;
-- mixing in the backward pass only, at other scales or sizes than those of three examples between 0 and 1;
-- a filter of examples that resemble each other in another way: by more than a millionth of their numbers, by more than one
-  integer and otherwise than by all leaves but one, unless any two random examples resemble each other like that;
-- a layer with room for a part of the batch, if everything that takes part in the check goes where the same room is;
-- mixing weaker than the tolerances above, or by random draws that none of the seeds gives;
-- files, global variables and attributes of objects other than the model in which examples are stored without being used.
+What the check can miss is outside the guarantee; docs/clipping.md lists it. It tries no values beyond a million times the
+usual, no sizes between three and the largest, no later calls, and the backward pass on three examples between 0 and 1 only.
 
 Randomness: all compared passes start from one seed (of torch, ``random`` and NumPy). Every check takes a new one from the
 operating system and also draws its examples from it; a refusal names the seed, so that the check can be repeated. Alone and

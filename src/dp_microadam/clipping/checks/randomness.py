@@ -113,15 +113,8 @@ def python_random_state() -> tuple[Any, ...]:
 _aten = torch.ops.aten
 _SHAPED_BY_A_LIST = {_aten.rand, _aten.randn, _aten.randint}
 _SHAPED_LIKE = {_aten.rand_like, _aten.randn_like, _aten.randint_like}
-_IN_PLACE = {
-    _aten.uniform_,
-    _aten.normal_,
-    _aten.random_,
-    _aten.exponential_,
-    _aten.geometric_,
-    _aten.cauchy_,
-    _aten.log_normal_,
-}
+_FILLING = ("uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+_IN_PLACE = {getattr(_aten, name) for name in _FILLING}
 _DRAWS = {_aten.randperm, _aten.bernoulli, _aten.bernoulli_, *_SHAPED_BY_A_LIST, *_SHAPED_LIKE, *_IN_PLACE}
 
 # Code that draws until the result satisfies a condition would not end on equal numbers; after so many draws it gets others.

@@ -7,7 +7,9 @@ The batch comes first inside, whatever the order outside.
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,35 +31,16 @@ class Unfused(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def multi_head_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """The result of ``torch.nn.functional.multi_head_attention_forward`` for the same arguments, time first."""
-    if query.dim() != 3 or static_k is not None or static_v is not None:
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    query, key, value = given.query, given.key, given.value
+    if query.dim() != 3 or given.static_k is not None or given.static_v is not None:
         raise InputError(
             f"MultiheadAttention was given a query of shape {tuple(query.shape)}; it must have a batch dimension, and "
             "static_k and static_v are not supported"
@@ -65,28 +48,30 @@ def multi_head_attention_forward(
     same = query is key and key is value
     query = query.transpose(0, 1)
     key, value = (query, query) if same else (key.transpose(0, 1), value.transpose(0, 1))
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
-    q, k, v = _projections(query, key, value, weights, in_proj_bias)
+    weights: Any = given.in_proj_weight
+    if given.use_separate_proj_weight:
+        weights = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+    q, k, v = _projections(query, key, value, weights, given.in_proj_bias)
     added = 0
-    if bias_k is not None and bias_v is not None:
-        k, v = (torch.cat([x, bias.expand(len(x), -1, -1)], 1) for x, bias in ((k, bias_k), (v, bias_v)))
+    if given.bias_k is not None and given.bias_v is not None:
+        k, v = (torch.cat([x, bias.expand(len(x), -1, -1)], 1) for x, bias in ((k, given.bias_k), (v, given.bias_v)))
         added += 1
-    q, k, v = (x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    if add_zero_attn:
+    q, k, v = (x.unflatten(2, (given.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    if given.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         added += 1
-    mask = _merged_mask(attn_mask, key_padding_mask, num_heads, added, q)
-    dropout = dropout_p if training else 0.0
+    mask = _merged_mask(given.attn_mask, given.key_padding_mask, given.num_heads, added, q)
+    dropout = given.dropout_p if given.training else 0.0
     scores = None
-    if need_weights:
+    if given.need_weights:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(2, 3)
         scores = torch.softmax(scores if mask is None else scores + mask, -1)
         scores = F.dropout(scores, dropout) if dropout else scores
         mixed = scores @ v
-        scores = scores.mean(1) if average_attn_weights else scores
+        scores = scores.mean(1) if given.average_attn_weights else scores
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-    output = F.linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
+    output = F.linear(mixed.transpose(1, 2).flatten(2), given.out_proj_weight, given.out_proj_bias)
     return output.transpose(0, 1), scores
 
 

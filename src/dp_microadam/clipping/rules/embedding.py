@@ -74,9 +74,6 @@ def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
 class EmbeddingRule(LayerRule):
     module: nn.Embedding | nn.EmbeddingBag
 
-    def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
-        raise NotImplementedError("a call forms gradients of the indices it was given")
-
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> LayerCall:
         refuse_batch_counts(self.name, self.module)
         return EmbeddingCall(self.module.weight.shape, self.module.padding_idx, self.only_input(args, kwargs))

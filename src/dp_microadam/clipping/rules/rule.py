@@ -140,7 +140,7 @@ def masked(values: Tensor, mask: Tensor | None, dimension: int = 1) -> Tensor:
     return values if mask is None else values * mask.view(-1, *[1] * (values.dim() - dimension - 1))
 
 
-class LayerRule(ABC):
+class LayerRule:
     """The clipping rule of one module: creates a :class:`LayerCall` for each of its forward passes.
 
     A rule defines :meth:`gradients`. It may define :meth:`parts` to compute norms and sums without forming gradients.
@@ -164,12 +164,12 @@ class LayerRule(ABC):
         self.full_names = {key: f"{name}.{key}" if name else key for key in trainable}
         self.estimate: Estimate | None = None
 
-    @abstractmethod
     def gradients(self, inputs: Tensor | None, deltas: Tensor, rows: int) -> dict[str, Tensor]:
         """The gradients of the trainable parameters for each example, which has so many consecutive ``rows``.
 
         ``inputs`` is the layer's input, or None if no trainable parameter needs it; ``deltas`` is the output gradient.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define gradients")
 
     def parts(self, inputs: Tensor | None, deltas: Tensor, rows: int, masks: Mapping[str, Tensor]) -> dict[str, KeptGradients]:
         """The same gradients, kept in whatever form norms and clipped sums are taken from; ``masks`` says which rows count."""
@@ -184,10 +184,10 @@ class LayerRule(ABC):
         """Called after the module's forward; returns the call, which is given the output gradient later."""
         return RuleCall(self, self.kept_input(args, kwargs))
 
-    def install(self) -> None:  # noqa: B027 - most rules have nothing to prepare
+    def install(self) -> None:
         """Called before a forward pass that will be observed."""
 
-    def uninstall(self) -> None:  # noqa: B027
+    def uninstall(self) -> None:
         """Undo ``install``; called on errors too."""
 
     def only_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -204,7 +204,7 @@ class LayerRule(ABC):
         return UnchangedInput(self.name, self.only_input(args, kwargs))
 
 
-class OuterProductRule(LayerRule):
+class OuterProductRule(LayerRule, ABC):
     """A layer with a bias, and with a weight whose gradient is a sum of outer products."""
 
     output_dimension = 1
