@@ -172,14 +172,8 @@ class Keeps(nn.Module):
                 self.fresh = seen
             case "output":
                 self.last = output
-            case "list":
-                self.last = [seen]
-            case "tuple":
-                self.last = (self.calls, seen)
             case "dict":
                 self.last = {"seen": seen}
-            case "array":
-                self.last = seen.numpy()
             case "entry of a dict":
                 self.table["last"] = seen
                 self.table["calls"] = self.calls
@@ -215,10 +209,7 @@ PUT_BACK = (
     "tensor",
     "new attribute",
     "output",
-    "list",
-    "tuple",
     "dict",
-    "array",
     "entry of a dict",
     "list cleared and filled",
     "queue of one",

@@ -193,12 +193,6 @@ class ClippedGradients:
         self._checks = {}
         self._sums = {}
 
-    def __enter__(self) -> ClippedGradients:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def accumulate(self, batch: Any, weights: Tensor | None = None) -> Tensor:
         """Add the clipped gradients of these examples to ``sums``; returns the norms before clipping.
 
