@@ -15,15 +15,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dp_microadam import InputError, MicroAdam
-from dp_microadam.optimizers.tensor_adam import TensorAdam
+from dp_microadam import InputError, MicroAdam, ThresholdAdam
 
 OPTIONS = {
-    "block": {"density": 0.1, "weight_decay": 0.01},
-    "plain": {"density": 0.1, "fused": False},
-    "window": {"density": 0.1, "window": 3, "bias_correction": "window"},
+    "kernel": {"density": 0.1, "weight_decay": 0.01},
+    "plain": {"density": 0.1, "window": 3, "fused": False},
     "tensor": {"density": 0.1, "scope": "tensor", "quantize": False},
 }
 
@@ -42,21 +41,21 @@ def sharded():
     return fully_shard(model, mesh=mesh)
 
 
-def gradients(model, step):
-    """The same in every process and for whole and divided models alike."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(param.shape, generator=generator) for param in model.parameters()]
-
-
 def give(model, step):
-    from torch.distributed.tensor import distribute_tensor
-
-    for param, gradient in zip(model.parameters(), gradients(model, step), strict=True):
-        param.grad = distribute_tensor(gradient, param.device_mesh, param.placements)
+    """The same gradients in every process, and for whole and divided models alike."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model.parameters():
+        gradient = torch.randn(param.shape, generator=generator)
+        divided = hasattr(param, "device_mesh")
+        param.grad = distribute_tensor(gradient, param.device_mesh, param.placements) if divided else gradient
 
 
 def own_parts(model):
     return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def whole(model):
+    return [param.full_tensor().detach() for param in model.parameters()]
 
 
 def steps(options):
@@ -76,45 +75,40 @@ def steps(options):
         messages += watched.get_total_counts()
         twin.step()
     with CommDebugMode() as watched:
-        whole = [param.full_tensor().detach() for param in model.parameters()]
+        together = whole(model)
     return {
+        "messages": messages,
         "messages to put it together": watched.get_total_counts(),
         "before": before,
         "after": own_parts(model),
         "twin": [part.detach() for part in alone],
-        "messages": messages,
-        "bytes": optimizer.state_bytes(),
-        "twin bytes": twin.state_bytes(),
-        "whole": whole,
+        "whole": together,
     }
 
 
-def bytes_of_a_large_layer():
-    """State that this process keeps of a layer of 1000 × 1000, at MicroAdam's defaults."""
+def bytes_of_a_large_layer(kind):
+    """State that this process keeps of a layer of 1000 × 1000, at the optimizer's defaults."""
     layer = fully_shard(nn.Linear(1000, 1000), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = MicroAdam(layer.parameters())
+    optimizer = kind(layer.parameters())
     give(layer, 0)
     optimizer.step()
     return optimizer.state_bytes()
 
 
-def state_of(model, optimizer):
-    return {"optim": get_optimizer_state_dict(model, optimizer)}
-
-
-def saved_and_loaded(folder):
+def saved_and_loaded(kind, folder):
     """A run of 6 steps goes on for 6 more, directly and from a distributed checkpoint."""
     model = sharded()
-    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
+    optimizer = kind(model.parameters(), lr=0.1)
     for step in range(6):
         give(model, step)
         optimizer.step()
-    checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.save(state, checkpoint_id=folder)
     other = sharded()
     with torch.no_grad():
         for param, source in zip(other.parameters(), model.parameters(), strict=True):
             param.to_local().copy_(source.to_local())
-    fresh = load(other, folder)
+    fresh = load(kind, other, folder)
     for step in range(6, 12):
         for each, each_optimizer in ((model, optimizer), (other, fresh)):
             give(each, step)
@@ -122,9 +116,9 @@ def saved_and_loaded(folder):
     return {"went on": own_parts(model), "loaded": own_parts(other)}
 
 
-def load(model, folder):
-    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
-    state = state_of(model, optimizer)
+def load(kind, model, folder):
+    optimizer = kind(model.parameters(), lr=0.1)
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
     checkpoint.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"])
     return optimizer
@@ -133,7 +127,7 @@ def load(model, folder):
 def refusal_of_a_checkpoint(folder):
     """What loading the checkpoint of another number of processes says."""
     try:
-        load(sharded(), folder)
+        load(MicroAdam, sharded(), folder)
     except CheckpointException as error:
         return str(error)
     return "accepted"
@@ -141,15 +135,12 @@ def refusal_of_a_checkpoint(folder):
 
 def refusal_of_a_whole_state():
     """What loading the state of a single process says."""
-    model = sharded()
-    optimizer = MicroAdam(model.parameters(), lr=0.1, **OPTIONS["block"])
-    whole = network()
-    single = MicroAdam(whole.parameters(), lr=0.1, **OPTIONS["block"])
-    for param, gradient in zip(whole.parameters(), gradients(whole, 0), strict=True):
-        param.grad = gradient
+    model = network()
+    single = MicroAdam(model.parameters())
+    give(model, 0)
     single.step()
     try:
-        optimizer.load_state_dict(single.state_dict())
+        MicroAdam(sharded().parameters()).load_state_dict(single.state_dict())
     except InputError as error:
         return str(error)
     return "accepted"
@@ -162,61 +153,51 @@ def behind_opacus():
     from torch.utils.data import DataLoader, TensorDataset
 
     warnings.simplefilter("ignore")
-    rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     model = FSDP2Wrapper(nn.Sequential(nn.Linear(50, 37), nn.Tanh(), nn.Linear(37, 3)))
     optimizer = MicroAdam(model.parameters(), lr=0.05, density=0.1)
-    inputs, labels = torch.randn(24, 50), torch.randint(3, (24,))
-    own = slice(24 * rank // size, 24 * (rank + 1) // size)
+    own = TensorDataset(torch.randn(12, 50), torch.randint(3, (12,)))
     private, wrapped, loss, loader = PrivacyEngine().make_private(
         module=model,
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(inputs[own], labels[own]), batch_size=4),
+        data_loader=DataLoader(own, batch_size=6),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,
         grad_sample_mode="ghost_fsdp",
     )
-    before = [param.full_tensor().detach().clone() for param in model.parameters()]
-    for number, (batch, targets) in enumerate(loader):
+    before = [param.clone() for param in whole(model)]
+    for batch, targets in loader:
         wrapped.zero_grad()
         loss(private(batch), targets).backward()
         wrapped.step()
-        if number == 1:
-            break
-    after = [param.full_tensor().detach() for param in model.parameters()]
+    after = whole(model)
     moved = [float((one != other).float().mean()) for one, other in zip(before, after, strict=True)]
-    taken = {int(state["step"]) for state in optimizer.state.values()}
-    return {"moved": moved, "steps": taken, "bytes": optimizer.state_bytes(), "after": after}
+    return {"moved": moved, "steps": {int(state["step"]) for state in optimizer.state.values()}, "whole": after}
 
 
-def tensor_adam():
-    """What TensorAdam makes of the divided model, put together, and of the whole one."""
-    model, whole = sharded(), network()
-    optimizers = TensorAdam(model.parameters(), lr=0.1), TensorAdam(whole.parameters(), lr=0.1)
-    for step in range(5):
-        give(model, step)
-        for param, gradient in zip(whole.parameters(), gradients(whole, step), strict=True):
-            param.grad = gradient
-        for optimizer in optimizers:
+def threshold_adam():
+    """What ThresholdAdam makes of the divided model, put together, and of the whole one."""
+    models = sharded(), network()
+    for model in models:
+        optimizer = ThresholdAdam(model.parameters(), lr=0.1, threshold=1e-6)
+        for step in range(5):
+            give(model, step)
             optimizer.step()
-    together = [param.full_tensor().detach() for param in model.parameters()]
-    return {"divided": together, "whole": [param.detach() for param in whole.parameters()]}
+    return {"divided": whole(models[0]), "whole": [param.detach() for param in models[1].parameters()]}
 
 
 def main(folder, foreign):
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     found = {name: steps(options) for name, options in OPTIONS.items()}
-    found["checkpoint"] = saved_and_loaded(folder / "checkpoint")
+    found["checkpoints"] = [saved_and_loaded(kind, folder / kind.__name__) for kind in (MicroAdam, ThresholdAdam)]
     found["opacus"] = behind_opacus()
-    found["tensor adam"] = tensor_adam()
-    found["large"] = bytes_of_a_large_layer()
-    found["refusals"] = {"state of one process": refusal_of_a_whole_state()}
-    if foreign is not None:
-        found["refusals"]["checkpoint"] = refusal_of_a_checkpoint(foreign)
-    torch.save(found, folder / f"{rank}.pt")
+    found["threshold"] = threshold_adam()
+    found["large"] = [bytes_of_a_large_layer(kind) for kind in (MicroAdam, ThresholdAdam)]
+    found["refusal of a whole state"] = refusal_of_a_whole_state()
+    found["refusal"] = None if foreign is None else refusal_of_a_checkpoint(foreign)
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -3,31 +3,17 @@
 import pytest
 import torch
 
-from dp_microadam import InputError
 from dp_microadam.optimizers.adam_bc import AdamBC
 
 
-def test_without_noise_and_with_a_floor_out_of_reach_it_is_adam_without_eps():
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_without_noise_and_with_a_floor_out_of_reach_it_is_adamw_without_eps(decay):
     torch.manual_seed(0)
     ours = torch.nn.Parameter(torch.randn(40, dtype=torch.float64))
     theirs = torch.nn.Parameter(ours.detach().clone())
-    optimizer = AdamBC([ours], lr=0.01, floor=1e-300)
-    adam = torch.optim.Adam([theirs], lr=0.01, eps=0.0)
+    optimizer = AdamBC([ours], lr=0.1, floor=1e-300, weight_decay=decay)
+    adamw = torch.optim.AdamW([theirs], lr=0.1, eps=0.0, weight_decay=decay)
     for _ in range(20):
-        ours.grad = torch.randn(40, dtype=torch.float64)
-        theirs.grad = ours.grad.clone()
-        optimizer.step()
-        adam.step()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_weight_decay_is_adamw_s():
-    torch.manual_seed(0)
-    ours = torch.nn.Parameter(torch.randn(40, dtype=torch.float64))
-    theirs = torch.nn.Parameter(ours.detach().clone())
-    optimizer = AdamBC([ours], lr=0.1, floor=1e-300, weight_decay=0.3)
-    adamw = torch.optim.AdamW([theirs], lr=0.1, eps=0.0, weight_decay=0.3)
-    for _ in range(5):
         ours.grad = torch.randn(40, dtype=torch.float64)
         theirs.grad = ours.grad.clone()
         optimizer.step()
@@ -47,21 +33,3 @@ def test_under_noise_it_finds_the_scale_of_the_signal_where_adam_sees_the_noise(
     state = optimizer.state[param]
     signal = state["second_moment"] / (1 - 0.9995**4_000) - 1.0
     assert signal.tolist() == pytest.approx([1.0, 0.0], abs=0.4)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
-        ({"floor": 0.0}, "floor is 0.0"),
-        ({"floor": float("nan")}, "floor is nan"),
-        ({"noise_variance": -1e-9}, "noise_variance is -1e-09"),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-    ],
-)
-def test_bad_options_are_refused_by_name_and_value(bad, message):
-    with pytest.raises(InputError, match=message):
-        AdamBC([torch.nn.Parameter(torch.zeros(3))], **bad)
-    with pytest.raises(InputError, match=message):
-        AdamBC([{"params": [torch.nn.Parameter(torch.zeros(3))], **bad}])

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from dp_microadam import MicroAdam
+from dp_microadam import InputError, MicroAdam, ThresholdAdam
 from dp_microadam.optimizers.adam_bc import AdamBC
 from dp_microadam.optimizers.micro_adam_reference import MicroAdamReference
 from dp_microadam.optimizers.tensor_adam import TensorAdam
@@ -29,9 +29,10 @@ OPTIMIZERS = {
     "Adam": dense(torch.optim.Adam),
     "AdamW": dense(torch.optim.AdamW, weight_decay=0.0),
     "TensorAdam": dense(TensorAdam),
+    "ThresholdAdam": dense(ThresholdAdam, threshold=0.5),
     "reference": lambda params, **more: MicroAdamReference(params, **more),
 }
-DENSE = ("AdamBC", "SGD", "SGD with momentum", "Adam", "AdamW", "TensorAdam")
+DENSE = ("AdamBC", "SGD", "SGD with momentum", "Adam", "AdamW", "TensorAdam", "ThresholdAdam")
 TRAINABLE = {name: make for name, make in OPTIMIZERS.items() if name != "reference"}
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 every_trainable = pytest.mark.parametrize("make", TRAINABLE.values(), ids=TRAINABLE)
@@ -88,31 +89,22 @@ def test_state_dict_round_trip_is_exact_to_the_bit(make):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_loading_keeps_the_dtypes_of_packed_state(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_loading_keeps_the_dtypes_of_packed_state_and_does_not_alias_it(dtype):
     params = tensors(dtype=dtype)
     optimizer = MicroAdam(params)
     take_steps(optimizer, params, range(3))
-    restored = MicroAdam(params)
-    restored.load_state_dict(optimizer.state_dict())
-    for param in params:
-        for key, value in optimizer.state[param].items():
-            assert restored.state[param][key].dtype == value.dtype
-            assert torch.equal(restored.state[param][key], value)
-
-
-def test_loading_does_not_alias_what_it_was_given():
-    params = tensors()
-    optimizer = MicroAdam(params)
-    take_steps(optimizer, params, range(3))
     saved = optimizer.state_dict()
-    restored = MicroAdam([torch.nn.Parameter(param.detach().clone()) for param in params])
+    kept = copy.deepcopy(saved["state"])
+    others = tensors(dtype=dtype)
+    restored = MicroAdam(others)
     restored.load_state_dict(saved)
-    copied = copy.deepcopy(saved)
-    take_steps(restored, restored.param_groups[0]["params"], range(3, 6))
-    for name, state in saved["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, copied["state"][name][key])
+    for number, param in enumerate(others):
+        for key, value in restored.state[param].items():
+            assert value.dtype == kept[number][key].dtype
+            assert torch.equal(value, kept[number][key])
+    take_steps(restored, others, range(3, 6))
+    assert all(torch.equal(value, kept[name][key]) for name, state in saved["state"].items() for key, value in state.items())
 
 
 def test_hooks_around_loading_still_run():
@@ -132,12 +124,6 @@ def test_hooks_around_loading_still_run():
     restored.load_state_dict(optimizer.state_dict())
     assert seen == [torch.uint8]
     assert (restored.state[params[0]]["values"] == 7.0).all()
-
-
-def test_loading_a_state_of_other_parameters_is_refused():
-    optimizer = MicroAdam(tensors())
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        MicroAdam(tensors()[:2]).load_state_dict(optimizer.state_dict())
 
 
 @every_trainable
@@ -164,18 +150,11 @@ def test_groups_have_their_own_options(make):
     assert int((slow != 0).sum()) == (50 if make in [OPTIMIZERS[name] for name in DENSE] else 1)
     assert int((fast != 0).sum()) == 50
     assert float(fast.detach().abs().max()) > 50 * float(slow.detach().abs().max())
-
-
-@every_optimizer
-def test_a_group_can_be_added_later(make):
-    first, second = torch.nn.Parameter(torch.zeros(20)), torch.nn.Parameter(torch.zeros(20))
-    optimizer = make([first])
-    first.grad = torch.ones(20)
+    later = torch.nn.Parameter(torch.zeros(20))
+    optimizer.add_param_group({"params": [later]})
+    later.grad = torch.ones(20)
     optimizer.step()
-    optimizer.add_param_group({"params": [second]})
-    second.grad = torch.ones(20)
-    optimizer.step()
-    assert second.any()
+    assert later.any()
 
 
 @every_optimizer
@@ -184,6 +163,8 @@ def test_frozen_parameters_and_missing_gradients_are_left_alone(make):
     frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
     unused = torch.nn.Parameter(torch.ones(5))
     optimizer = make([trained, frozen, unused])
+    optimizer.step()
+    assert torch.equal(trained, torch.ones(5)), "without any gradient there is no step"
     trained.sum().backward()
     optimizer.step()
     assert not torch.equal(trained, torch.ones(5))
@@ -191,13 +172,6 @@ def test_frozen_parameters_and_missing_gradients_are_left_alone(make):
     assert torch.equal(unused, torch.ones(5))
     assert not optimizer.state[frozen]
     assert not optimizer.state[unused]
-
-
-@every_optimizer
-def test_no_gradient_at_all_is_no_step(make):
-    param = torch.nn.Parameter(torch.ones(5))
-    make([param]).step()
-    assert torch.equal(param, torch.ones(5))
 
 
 @every_optimizer
@@ -277,33 +251,12 @@ def test_non_contiguous_parameters_step_like_contiguous_ones(make):
     assert last.is_contiguous(memory_format=torch.channels_last)
 
 
-SCHEDULERS = {
-    "step": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2),
-    "multi-step": lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4]),
-    "exponential": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
-    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10),
-    "restarts": lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
-    "constant": lambda opt: torch.optim.lr_scheduler.ConstantLR(opt),
-    "linear": lambda opt: torch.optim.lr_scheduler.LinearLR(opt),
-    "polynomial": lambda opt: torch.optim.lr_scheduler.PolynomialLR(opt, total_iters=10),
-    "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step),
-    "multiplicative": lambda opt: torch.optim.lr_scheduler.MultiplicativeLR(opt, lambda _: 0.5),
-    "one cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
-    "cyclic": lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 1e-4, 1e-2, step_size_up=2),
-    "plateau": lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1),
-    "sequential": lambda opt: torch.optim.lr_scheduler.SequentialLR(
-        opt,
-        [torch.optim.lr_scheduler.LinearLR(opt), torch.optim.lr_scheduler.CosineAnnealingLR(opt, 5)],
-        milestones=[2],
-    ),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_every_scheduler_of_torch_drives_it(schedule):
+@pytest.mark.parametrize("one_cycle", [False, True])
+def test_schedulers_of_torch_drive_it(one_cycle):
     param = torch.nn.Parameter(torch.zeros(300))
     optimizer = MicroAdam([param], lr=1e-3)
-    scheduler = schedule(optimizer)
+    schedulers = torch.optim.lr_scheduler
+    scheduler = schedulers.OneCycleLR(optimizer, 0.1, total_steps=10) if one_cycle else schedulers.StepLR(optimizer, 2)
     rates = set()
     for step in range(6):
         before = param.detach().clone()
@@ -311,6 +264,31 @@ def test_every_scheduler_of_torch_drives_it(schedule):
         optimizer.step()
         rates.add(round(float(optimizer.param_groups[0]["lr"]), 12))
         assert not torch.equal(before, param)
-        arguments = [1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []
-        scheduler.step(*arguments)
+        scheduler.step()
     assert len(rates) > 1
+
+
+BAD_OPTIONS = [
+    *((kind, {"lr": -1.0}, "lr is -1.0") for kind in (MicroAdam, AdamBC, TensorAdam, ThresholdAdam)),
+    *((kind, {"weight_decay": float("nan")}, "weight_decay is nan") for kind in (MicroAdam, AdamBC, TensorAdam, ThresholdAdam)),
+    *((kind, {"eps": 0.0}, "eps is 0.0") for kind in (MicroAdam, TensorAdam, ThresholdAdam)),
+    *((kind, {"beta": 1.0}, "beta is 1.0") for kind in (TensorAdam, ThresholdAdam)),
+    (MicroAdam, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+    (AdamBC, {"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
+    (AdamBC, {"floor": 0.0}, "floor is 0.0"),
+    (AdamBC, {"noise_variance": -1e-9}, "noise_variance is -1e-09"),
+    (ThresholdAdam, {"threshold": 0.0}, "threshold is 0.0"),
+    (MicroAdam, {"density": 0.0}, "density is 0.0"),
+    (MicroAdam, {"density": 1.5}, "density is 1.5"),
+    (MicroAdam, {"window": 0}, "window is 0"),
+    (MicroAdam, {"scope": "layer"}, "scope is 'layer'"),
+    (MicroAdam, {"bias_correction": "none"}, "bias_correction is 'none'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "bad", "message"), BAD_OPTIONS, ids=str)
+def test_bad_options_are_refused_by_name_and_value(kind, bad, message):
+    with pytest.raises(InputError, match=message):
+        kind(tensors(), **bad)
+    with pytest.raises(InputError, match=message):
+        kind([{"params": tensors(), **bad}])

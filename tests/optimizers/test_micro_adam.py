@@ -231,28 +231,6 @@ def test_a_parameter_that_skips_a_step_keeps_its_own_ages(fused):
     assert (int(optimizer.state[params[0]]["step"]), int(optimizer.state[params[1]]["step"])) == (10, 15)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"lr": -1.0}, r"lr is -1\.0"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1\.0"),
-        ({"eps": 0.0}, r"eps is 0\.0"),
-        ({"weight_decay": math.nan}, "weight_decay is nan"),
-        ({"density": 0.0}, r"density is 0\.0"),
-        ({"density": 1.5}, r"density is 1\.5"),
-        ({"window": 0}, "window is 0"),
-        ({"scope": "layer"}, "scope is 'layer'"),
-        ({"bias_correction": "none"}, "bias_correction is 'none'"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused_by_name_and_value(bad, message):
-    with pytest.raises(InputError, match=message):
-        MicroAdam(parameters(), **bad)
-    with pytest.raises(InputError, match=message):
-        MicroAdam([{"params": parameters(), **bad}])
-
-
 def test_sparse_gradients_and_complex_parameters_are_refused():
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -184,37 +184,6 @@ def test_launches_do_not_grow_with_the_number_of_tensors_and_are_at_most_twenty(
     assert counts[0] == counts[1] <= 20
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (6, 5)])
-def test_the_memory_layout_of_a_tensor_changes_nothing(shape):
-    plain = parameters([shape])[0]
-    strided = torch.nn.Parameter(plain.detach().clone().transpose(0, 1).contiguous().transpose(0, 1))
-    results = []
-    for parameter in (plain, strided):
-        optimizer = ThresholdAdam([parameter], lr=0.1, threshold=0.5)
-        for step in range(3):
-            give([parameter], step)
-            optimizer.step()
-        results.append((parameter.detach().clone(), optimizer.residual(parameter)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_a_loaded_state_goes_on_as_if_it_had_never_been_saved():
-    straight, first = parameters(), parameters()
-    whole, before = ThresholdAdam(straight, lr=0.1), ThresholdAdam(first, lr=0.1)
-    for step in range(6):
-        give(straight, step)
-        whole.step()
-        if step == 3:
-            second = [torch.nn.Parameter(parameter.detach().clone()) for parameter in first]
-            after = ThresholdAdam(second)
-            after.load_state_dict(before.state_dict())
-            first, before = second, after
-        give(first, step)
-        before.step()
-    assert all(torch.equal(a, b) for a, b in zip(straight, first, strict=True))
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -232,11 +201,3 @@ def test_a_state_that_does_not_fit_is_refused(change, sentence):
     change(saved["state"][0])
     with pytest.raises(InputError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         ThresholdAdam(params).load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("lr", -1.0), ("threshold", 0.0), ("beta", 1.0), ("eps", 0.0), ("weight_decay", -1.0)]
-)
-def test_options_out_of_range_are_refused_by_name(option, value):
-    with pytest.raises(InputError, match=option):
-        ThresholdAdam(parameters(), **{option: value})
