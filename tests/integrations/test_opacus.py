@@ -80,33 +80,29 @@ def test_the_budget_command_adds_such_a_run_to_others(trained, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    "history",
-    [
-        [(0.0, 0.1, 5)],
-        [(1.0, 0.0, 5)],
-        [(1.0, 1.5, 5)],
-        [(1.0, 0.1, 0)],
-        [(1.0, 0.1)],
-        [("laplace", 0.1, 5)],
-        [(1.0, 0.1, 2.5)],
-    ],
+    "entry",
+    [(0.0, 0.1, 5), (1.0, 0.0, 5), (1.0, 1.5, 5), (1.0, 0.1, 0), (1.0, 0.1), ("laplace", 0.1, 5), (1.0, 0.1, 2.5)],
     ids=str,
 )
-def test_histories_of_other_mechanisms_are_refused(history):
+def test_histories_of_other_mechanisms_are_refused(entry):
     with pytest.raises(InputError, match="no Gaussian step on a Poisson sample"):
-        spent_in_opacus(history)
+        spent_in_opacus([entry])
 
 
-def test_batches_that_were_shuffled_instead_of_sampled_are_refused(trained, tmp_path):
-    with pytest.raises(PrivacyError, match="poisson_sampling=True"):
-        ledger_from_opacus(*trained(poisson_sampling=False), delta=1e-3, run_dir=tmp_path / "run")
+ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.1}
 
 
-def test_an_adaptive_clipping_norm_is_refused(trained, tmp_path):
-    options = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.1}
-    adaptive = trained(clipping="adaptive", unclipped_num_std=1.2, **options)
-    with pytest.raises(PrivacyError, match="adaptive"):
-        ledger_from_opacus(*adaptive, delta=1e-3, run_dir=tmp_path / "run")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"poisson_sampling": False}, "poisson_sampling=True"),
+        ({"clipping": "adaptive", "unclipped_num_std": 1.2, **ADAPTIVE}, "adaptive"),
+    ],
+    ids=["shuffled batches", "an adaptive norm"],
+)
+def test_other_mechanisms_are_refused(trained, tmp_path, options, sentence):
+    with pytest.raises(PrivacyError, match=sentence):
+        ledger_from_opacus(*trained(**options), delta=1e-3, run_dir=tmp_path / "run")
 
 
 def test_samples_that_were_added_up_are_refused(trained, tmp_path):
@@ -127,14 +123,11 @@ def test_an_empty_history_and_wrong_objects_are_refused(trained, tmp_path):
         ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
 
 
-def seed_nothing():
-    """Opacus as most people use it."""
-
-
-@pytest.mark.parametrize("seed", [lambda: torch.manual_seed(0), seed_nothing], ids=["seed 0", "unseeded"])
-def test_opacus_on_torch_s_own_generator_is_stamped_not_private_as_our_seeded_runs_are(trained, tmp_path, seed):
+@pytest.mark.parametrize("seeded", [True, False])
+def test_opacus_on_torch_s_own_generator_is_stamped_not_private_as_our_seeded_runs_are(trained, tmp_path, seeded):
     """Its whole stream follows from 32 bits, set or not."""
-    seed()
+    if seeded:
+        torch.manual_seed(0)
     record = ledger_from_opacus(*trained(), delta=1e-3, run_dir=tmp_path / "run")
     assert record.settings.private is False
     assert record.settings.randomness.endswith(": not private")
@@ -150,15 +143,10 @@ def test_torch_s_cpu_generator_keeps_32_bits_of_its_seed():
     assert torch.equal(torch.rand(100, generator=first), torch.rand(100, generator=second))
 
 
-@pytest.mark.parametrize("handed", ["noise", "sampling"])
+@pytest.mark.parametrize("handed", ["noise_generator", "generator"])
 def test_noise_or_samples_from_a_generator_of_unknown_seed_are_stamped_not_private(trained, tmp_path, handed):
-    generator = torch.Generator().manual_seed(1)
-    if handed == "noise":
-        engine, optimizer, loader = trained(noise_generator=generator)
-    else:
-        engine, optimizer, loader = trained(generator=generator)
-        assert loader.batch_sampler.generator is generator
-    record = ledger_from_opacus(engine, optimizer, loader, delta=1e-3, run_dir=tmp_path / "run")
+    objects = trained(**{handed: torch.Generator().manual_seed(1)})
+    record = ledger_from_opacus(*objects, delta=1e-3, run_dir=tmp_path / "run")
     assert record.settings.private is False
     assert "handed to Opacus" in record.settings.randomness
 
@@ -177,38 +165,29 @@ def test_two_runs_under_one_seed_draw_other_noise_and_other_samples(trained):
 
     def drawn(before):
         torch.manual_seed(0)
-        _, optimizer, loader = trained(before=before)
+        _, optimizer, loader = trained(before=lambda *objects: (before(*objects), torch.manual_seed(0)))
         weights = torch.cat([p.detach().flatten() for group in optimizer.param_groups for p in group["params"]])
         return weights, next(iter(loader.batch_sampler))
 
-    def seeded(*objects):
-        torch.manual_seed(0)
-
-    def unpredictable(*objects):
-        use_system_entropy(*objects)
-        torch.manual_seed(0)
-
-    (weights, batch), (same_weights, same_batch) = drawn(seeded), drawn(seeded)
+    (weights, batch), (same_weights, same_batch) = drawn(lambda *_: None), drawn(lambda *_: None)
     assert torch.equal(weights, same_weights)
     assert batch == same_batch
-    (weights, batch), (other_weights, other_batch) = drawn(unpredictable), drawn(unpredictable)
+    (weights, batch), (other_weights, other_batch) = drawn(use_system_entropy), drawn(use_system_entropy)
     assert not torch.equal(weights, other_weights)
     assert batch != other_batch  # 120 examples at rate 0.2: alike with probability 0.68^120, below 1e-20
 
 
-@pytest.mark.parametrize("spoil", ["seeded", "exchanged", "sampler seeded", "sampler exchanged"])
-def test_a_generator_seeded_or_exchanged_after_the_entropy_is_stamped_not_private(trained, tmp_path, spoil):
-    def before(engine, optimizer, loader):
-        use_system_entropy(engine, optimizer, loader)
-        if spoil == "seeded":
-            optimizer.generator.manual_seed(3)
-        elif spoil == "exchanged":
-            optimizer.generator = None
-        elif spoil == "sampler seeded":
-            loader.batch_sampler.generator.manual_seed(3)
-        else:
-            loader.batch_sampler.generator = torch.Generator()
+SPOILS = {
+    "seeded": lambda optimizer, loader: optimizer.generator.manual_seed(3),
+    "exchanged": lambda optimizer, loader: setattr(optimizer, "generator", None),
+    "sampler seeded": lambda optimizer, loader: loader.batch_sampler.generator.manual_seed(3),
+    "sampler exchanged": lambda optimizer, loader: setattr(loader.batch_sampler, "generator", torch.Generator()),
+}
 
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_a_generator_seeded_or_exchanged_after_the_entropy_is_stamped_not_private(trained, tmp_path, spoil):
+    before = lambda engine, optimizer, loader: (use_system_entropy(engine, optimizer, loader), spoil(optimizer, loader))  # noqa: E731
     record = ledger_from_opacus(*trained(before=before), delta=1e-3, run_dir=tmp_path / "run")
     assert record.settings.private is False
     assert "use_system_entropy" in record.settings.randomness

@@ -36,6 +36,7 @@ def started(model):
 
 def test_no_more_steps_than_planned(make_steps, make_network, plan):
     steps = make_steps()
+    assert (len(steps), next(iter(steps))) == (4, 0)
     steps.begin(*started(make_network()))
     taken = [steps.take() for _ in range(3) for _ in steps]  # an epoch is 4 steps
     assert taken == list(range(plan.steps))
@@ -67,12 +68,6 @@ def test_an_empty_sample_is_a_step_of_pure_noise(make_steps, make_network, train
     assert read_ledger(tmp_path / "run").steps == 60
 
 
-def test_what_is_iterated_over_are_step_numbers(make_steps):
-    steps = make_steps()
-    assert len(steps) == 4
-    assert next(iter(steps)) == 0
-
-
 def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make_network, plan):
     steps = make_steps()
     steps.begin(*started(make_network()))
@@ -82,21 +77,11 @@ def test_a_run_goes_on_from_its_stamp_and_lost_steps_stay_spent(make_steps, make
     for _ in range(2):
         steps.take()
     steps.close()
+    assert steps.epsilon() == plan.epsilon_after(6)
     again = make_steps()
     again.begin(*started(make_network()), state)
     assert (again.position, again.remaining) == (6, 3)
     assert again.epsilon() == plan.epsilon_after(6)
-
-
-def test_a_run_goes_on_from_a_stamp_that_was_taken_after_it_was_closed(make_steps, make_network, plan):
-    steps = make_steps()
-    steps.begin(*started(make_network()))
-    steps.take()
-    steps.close()
-    assert steps.epsilon() == plan.epsilon_after(1)
-    again = make_steps()
-    again.begin(*started(make_network()), steps.state())
-    assert again.take() == 1
 
 
 def test_a_refused_model_is_released_and_nothing_is_written(make_steps, tmp_path):

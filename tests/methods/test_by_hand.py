@@ -6,7 +6,6 @@ sample and the noise that the run's seed gives. Without privacy the same formula
 
 import numpy as np
 import pytest
-import torch
 
 from dp_microadam.methods import (
     PublicExamples,
@@ -14,7 +13,6 @@ from dp_microadam.methods import (
     dp_adambc,
     dp_adamw,
     dp_bitfit,
-    dp_microadam,
     dp_sgd,
     scale_then_privatize,
     sparta,
@@ -125,34 +123,6 @@ def test_dp_threshold_up_to_its_rounding(check, private):
         return build("dp-threshold", model, {"threshold": 1e-7}, lr=LR)
 
     check(make, by_hand, steps=4, private=private, tolerance=2e-6)
-
-
-@with_and_without_privacy
-def test_dp_microadam(check, private):
-    # Density 0.5 and a window of two, dense error: of each tensor's numbers the larger half is kept each step.
-    def by_hand(problem):
-        error = {name: np.zeros(value.size) for name, value in problem.weights.items()}
-        window = {name: [] for name in problem.weights}
-        for step in range(4):
-            for name, gradient in problem.mean(step).items():
-                accumulated = gradient.ravel() + error[name]
-                kept = np.argsort(-np.abs(accumulated))[: -(-accumulated.size // 2)]
-                row = np.zeros_like(accumulated)
-                row[kept] = accumulated[kept]
-                error[name] = accumulated - row
-                window[name] = [row, *window[name]][:2]
-                first = (
-                    sum(BETA_1**age * row for age, row in enumerate(window[name])) * (1 - BETA_1) / (1 - BETA_1 ** (step + 1))
-                )
-                second = (
-                    sum(BETA_2**age * row**2 for age, row in enumerate(window[name]))
-                    * (1 - BETA_2)
-                    / (1 - BETA_2 ** (step + 1))
-                )
-                problem.weights[name] -= (LR * first / (np.sqrt(second) + 1e-8)).reshape(gradient.shape)
-
-    options = {"density": 0.5, "window": 2, "quantize": False}
-    check(lambda model: dp_microadam(model, lr=LR, **options), by_hand, steps=4, private=private, tolerance=2e-6)
 
 
 def adam_on_scaled_gradients(steps, eps):
@@ -325,18 +295,3 @@ def test_sparta(check, private, scores, rows_only):
 
     options = {"keep": 0.3, "scores": scores, "rows_only": rows_only, "first_phase": 0.2}
     check(lambda model: sparta(model, lr=LR, **options), by_hand, steps=10, private=private)
-
-
-@with_and_without_privacy
-def test_microadam_at_full_density_with_a_long_exact_window_is_adam(hand, tmp_path, private):
-    options = {"density": 1.0, "window": 20, "quantize": False}
-
-    def make(model):
-        return build("dp-microadam", model, options, lr=LR)
-
-    ours = hand.train(make, tmp_path / "ours", steps=12, private=private)
-    adam = hand.train(lambda model: dp_adam(model, lr=LR), tmp_path / "adam", steps=12, private=private)
-    for run in (ours, adam):
-        run.trainer.fit(run.data)
-    for name, value in adam.model.state_dict().items():
-        torch.testing.assert_close(ours.model.state_dict()[name], value, rtol=0, atol=1e-6)

@@ -142,20 +142,15 @@ def test_unselected_rows_receive_no_noise_and_do_not_move(hand, tmp_path, base_o
 
 def test_scoring_moves_no_weight(hand, tmp_path):
     states, rates = [], []
-    run = hand.train(
-        lambda model: sparta(model, lr=0.1, keep=0.3),
-        tmp_path / "run",
-        steps=10,
-        callbacks=[
-            lambda report: (
-                states.append(flat({n: p.detach().clone() for n, p in run.model.named_parameters()})) if report.step else None
-            ),
-            lambda report: rates.append(report.learning_rate) if report.step else None,
-        ],
-    )
+
+    def watch(report):
+        if report.step:
+            states.append(flat({name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}))
+            rates.append(report.learning_rate)
+
+    run = hand.train(lambda model: sparta(model, lr=0.1, keep=0.3), tmp_path / "run", steps=10, callbacks=[watch])
     run.trainer.fit(run.data)
     assert rates == [0.1] * 2 + [0.0] * 2 + [0.1] * 6
-    assert torch.equal(states[1], states[2])
     assert torch.equal(states[1], states[3])
     assert not torch.equal(states[3], states[4])
 
@@ -175,12 +170,6 @@ def test_one_plan_covers_all_phases_and_the_ledger_shows_them(hand, tmp_path):
     assert report["phases"] == record.phases
     assert any("scoring 2" in item for item in report["public_by_declaration"])
     assert "scoring 2" in (tmp_path / "run" / "privacy.txt").read_text()
-
-
-def test_the_phases_of_dp_squared_are_in_the_ledger(hand, tmp_path):
-    run = hand.train(lambda model: scale_then_privatize(model, source="delayed", interval=3, lr=0.1), tmp_path / "run", steps=8)
-    run.trainer.fit(run.data)
-    assert read_ledger(tmp_path / "run").phases == {"plain": 5, "scaled": 3}
 
 
 def test_a_crash_costs_the_last_phase_its_steps_and_never_the_scores(hand, tmp_path):

@@ -127,41 +127,29 @@ def test_neighbouring_slices_of_one_tensor_are_no_overlap(tmp_path):
     assert any("public examples" in item for item in trainer.step.account._settings().public)
 
 
-def test_a_model_without_biases_is_refused_by_bitfit():
-    bare = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1))
-    with pytest.raises(InputError, match="no trainable bias outside its head"):
-        dp_bitfit(bare)
-    with pytest.raises(InputError, match="no trainable bias outside its head"):
-        dp_bitfit(nn.Linear(2, 3))
+FROZEN = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), nn.Linear(3, 1))
 
 
-def test_a_model_without_weights_outside_its_head_is_refused_by_sparta():
-    with pytest.raises(InputError, match="sparta needs rows to choose from"):
-        sparta(nn.Linear(2, 3))
-    frozen = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    frozen[0].requires_grad_(False)
-    with pytest.raises(InputError, match="sparta needs rows to choose from"):
-        sparta(frozen)
-
-
-def test_a_model_with_nothing_to_train_is_refused():
-    frozen = nn.Linear(2, 3).requires_grad_(False)
-    for make in (dp_bitfit, sparta):
-        with pytest.raises(InputError, match="no trainable parameter"):
-            make(frozen)
+@pytest.mark.parametrize(
+    ("make", "model", "sentence"),
+    [
+        (dp_bitfit, nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1)), "no trainable bias outside its head"),
+        (dp_bitfit, nn.Linear(2, 3), "no trainable bias outside its head"),
+        (dp_bitfit, nn.Linear(2, 3).requires_grad_(False), "no trainable parameter"),
+        (sparta, nn.Linear(2, 3), "sparta needs rows to choose from"),
+        (sparta, FROZEN, "sparta needs rows to choose from"),
+        (sparta, nn.Linear(2, 3).requires_grad_(False), "no trainable parameter"),
+    ],
+)
+def test_a_model_without_what_a_method_trains_is_refused(make, model, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make(model)
 
 
 def test_the_head_can_be_named():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     chosen = dp_bitfit(model, head="0").phases(PrivacyPlan(10, 5, 1.0, 2, 1e-2))[0].trainable
     assert chosen == {"0.weight", "0.bias", "1.bias", "2.bias"}
-
-
-def test_public_examples_and_their_source_go_together():
-    with pytest.raises(InputError, match="no public examples are given"):
-        scale_then_privatize(NETWORK, source="public")
-    with pytest.raises(InputError, match="but source 'delayed' does not use it"):
-        scale_then_privatize(NETWORK, source="delayed", public=PUBLIC)
 
 
 def test_options_of_another_optimizer_are_refused():
