@@ -15,9 +15,7 @@ from research.leaderboard.tables import ORACLE, Difference, Leaderboard, columns
 
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
 FILES = sorted(
-    path
-    for path in (ROOT / "results").glob("*/*.json*")
-    if path.name != "experiment.json" and path.parent.name not in ("clipping", "lora")
+    path for path in (ROOT / "results").glob("*/*.json*") if path.name != "experiment.json" and path.parent.name != "clipping"
 )
 
 
@@ -92,3 +90,22 @@ def test_readme_says_of_digits_and_of_tuned_rivals_what_the_leaderboard_says():
         if (rival := board.rival(*row, entrant, ORACLE)[0])
     ]
     assert f"and up to {max(behind):.1f} points more" in page
+
+
+def test_the_page_on_performance_has_the_times_of_lora_that_were_measured():
+    page = (ROOT / "research" / "performance.md").read_text("utf-8")
+
+    def measured(name):
+        lines = json.loads((ROOT / "results" / "lora" / f"{name}.json").read_text("utf-8"))["results"]
+        return {line["method"]: line for line in lines}
+
+    text, vit, fast, slow = map(measured, ("text", "vit", "text_avx512", "text_avx2"))
+    titles = {"ours": "ours", "opacus hooks": "Opacus hooks"}
+    for table, found in (("| | time | memory |", text), ("ViT-Tiny at 224×224, rank 8", vit)):
+        rows = page.split("### LoRA")[1].split(table)[1]
+        for method, title in titles.items():
+            assert f"| {title} | {found[method]['processor_ratio']:.2f}× | {found[method]['peak_ratio']:.2f}× |" in rows
+    ours, ordinary = ([f"{one[method]['processor_seconds']:.2f}" for one in (fast, slow)] for method in ("ours", "non-private"))
+    assert (
+        f"took {ours[0]}\ninstead of {ours[1]} seconds for a batch of 8, ordinary ones {' instead of '.join(ordinary)}" in page
+    )
