@@ -6,7 +6,7 @@ from flat import flat
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from dp_microadam import InputError, PrivacyPlan, PrivateTrainer
+from dp_microadam import InputError, Method, PrivacyPlan, PrivateTrainer
 from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.training.given_data import count_examples, refuse_wrapped_model
 
@@ -51,7 +51,8 @@ def loss(model, batch):
 def fit(tmp_path):
     def fitted(train=(INPUTS, LABELS), validation=None, **options):
         model = nn.Linear(4, 3)
-        plan = PrivacyPlan.solve(dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=4)
+        usual = PrivacyPlan.solve(dataset_size=40, batch_size=10, delta=1e-3, noise_multiplier=1.0, steps=4)
+        plan = options.pop("plan", usual)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = PrivateTrainer(model, optimizer, plan, loss, run_dir=tmp_path / "run", **flat(show_progress=False, **options))
         return trainer.fit(train, validation)
@@ -112,6 +113,16 @@ def test_models_wrapped_by_something_else_are_refused_by_name():
     sharded.weight.placements = ()  # as a DTensor has
     with pytest.raises(InputError, match="parameter 'weight' is sharded, as fully_shard does"):
         refuse_wrapped_model(sharded)
+
+
+def test_an_optimizer_of_opacus_and_a_plan_that_is_none_are_refused_by_name(fit):
+    optimizers = pytest.importorskip("opacus.optimizers")
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())
+    clipping = optimizers.DPOptimizer(plain, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+    with pytest.raises(InputError, match=r"Opacus' DPOptimizer, .*; pass the optimizer in it, optimizer\.original_optimizer"):
+        Method.of(clipping)
+    with pytest.raises(InputError, match="plan is a NoneType; it must be a PrivacyPlan"):
+        fit(plan=None)
 
 
 def test_data_of_the_right_kinds_is_counted():

@@ -131,7 +131,8 @@ class PrivacyPlan(_Sampling):
 
     def __post_init__(self) -> None:
         _require_sampling(self.dataset_size, self.batch_size, self.examples_per_user, self.max_batch_size)
-        _require_delta(self.delta, self.accountant)
+        require_delta(self.delta)
+        require_one_of("accountant", self.accountant, ACCOUNTANTS)
         _require_noise_multiplier(self.noise_multiplier, self.max_batch_size)
         require_integer("steps", self.steps, 1)
         refuse_bands(self.bands, self.dataset_size, self.batch_size)
@@ -179,7 +180,8 @@ class PrivacyPlan(_Sampling):
             InputError: for a value out of range, or if no plan exists.
         """
         _require_sampling(dataset_size, batch_size, examples_per_user, max_batch_size)
-        _require_delta(delta, accountant)
+        require_delta(delta)
+        require_one_of("accountant", accountant, ACCOUNTANTS)
         if epochs is not None:
             if steps is not None:
                 raise InputError(f"epochs is {epochs} and steps is {steps}; both say how long to train: leave one out")
@@ -348,12 +350,12 @@ def _require_sampling(dataset_size: int, batch_size: int, examples_per_user: int
     require_room(max_batch_size, batch_size)
 
 
-def _require_delta(delta: float, accountant: str) -> None:
+def require_delta(delta: float) -> None:
+    """Require a probability that is no smaller than ``LEAST_DELTA``."""
     if require_in_open("delta", delta, 0, 1) < LEAST_DELTA:
         raise InputError(
             f"delta is {delta:g}; it must be at least {LEAST_DELTA:.1g}, the smallest that a generator of noise can honour"
         )
-    require_one_of("accountant", accountant, ACCOUNTANTS)
 
 
 def _solved_noise(

@@ -130,6 +130,11 @@ class Method:
             raise InputError(
                 "optimizer is LBFGS, which evaluates the loss several times a step; it must be one that steps once"
             )
+        if hasattr(given, "original_optimizer"):
+            raise InputError(
+                f"optimizer is Opacus' {type(given).__name__}, which clips and adds noise itself; pass the optimizer in it, "
+                "optimizer.original_optimizer"
+            )
         if isinstance(given, torch.optim.Optimizer):
             return Method(given)
         raise InputError(

@@ -88,6 +88,8 @@ class PrivateStep:
     ) -> None:
         if not str(run_dir):
             raise InputError("run_dir is missing; the ledger and the privacy statement are written there, pass a folder")
+        if not isinstance(plan, PrivacyPlan | UnprotectedPlan):
+            raise InputError(f"plan is a {type(plan).__name__}; it must be a PrivacyPlan, as PrivacyPlan.solve gives")
         refuse_wrapped_model(model)
         self.model, self.method, self._plan = model, Method.of(method), plan
         self.settings, self.performance = settings_of(privacy, performance)

@@ -111,6 +111,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(tmp_path, capsys):
         ([run, run], "named twice"),
         ([run, other], "different deltas (1e-06, 1e-05); give --delta"),
         ([run, "--delta", "1"], "delta is 1.0"),
+        ([run, "--delta", "1e-50"], "delta is 1e-50; it must be at least 3e-39"),
         ([run, "--group-size", "0"], "group_size is 0"),
         ([run, "--anchor", "12ab"], "anchor is '12ab'; it must be 32 hexadecimal digits"),
         ([str(unprotected)], "is not private: it was trained without clipping and noise"),

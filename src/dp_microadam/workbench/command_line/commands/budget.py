@@ -42,11 +42,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     from dp_microadam.errors import InputError, PrivacyWarning
     from dp_microadam.ledger.ledger import ledger_path, read_ledger
-    from dp_microadam.validation import require_in_open, require_integer
+    from dp_microadam.plan.plan import require_delta
+    from dp_microadam.validation import require_integer
 
     require_integer("group_size", options.group_size, 1)
     if options.delta is not None:
-        require_in_open("delta", options.delta, 0, 1)
+        require_delta(options.delta)
     records: dict[str, LedgerRecord] = {}
     files: set[tuple[int, int]] = set()
     for name in options.runs:
