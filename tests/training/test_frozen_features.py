@@ -157,26 +157,12 @@ def test_kept_features_are_computed_again_if_the_code_of_the_model_has_changed(t
 
 
 def test_features_that_were_not_written_to_their_end_are_never_used(tmp_path):
-    class Failing(Dataset):
-        """Fails at an example, as a process that is killed there would end."""
+    def killed(done: float) -> None:
+        if done > 0.5:
+            raise KeyboardInterrupt
 
-        def __init__(self, fails_at: int) -> None:
-            self.inputs, self.labels = examples()
-            self.fails_at = fails_at
-            self.reads = 0
-
-        def __len__(self) -> int:
-            return EXAMPLES
-
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            self.reads += 1
-            if self.reads > 2 * 16 + EXAMPLES + self.fails_at:  # the check reads two batches, the key everything
-                raise KeyboardInterrupt
-            return self.inputs[index], self.labels[index]
-
-    features = FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path, physical_batch_size=16)
     with pytest.raises(KeyboardInterrupt):
-        features.of(Failing(fails_at=40))
+        FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path, physical_batch_size=16, tell=killed).of(examples())
     assert not list(tmp_path.iterdir())
 
     store, key = FeatureStore(tmp_path), "0" * 64
@@ -184,6 +170,7 @@ def test_features_that_were_not_written_to_their_end_are_never_used(tmp_path):
     abandoned.write_bytes(b"half")
     os.utime(abandoned, (0, 0))
     assert store.read(key) is None
+    features = FrozenFeatures(Classifier(), HEAD, loss, folder=tmp_path)
     ((rows, _),) = features.of(examples())
     assert not abandoned.exists()
     torch.testing.assert_close(rows, features.model.encoder(examples()[0]))

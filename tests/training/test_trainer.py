@@ -381,8 +381,8 @@ def test_an_error_outside_the_step_writes_a_checkpoint_from_which_the_run_goes_o
             write = made.record.append_metrics
             made.record.append_metrics = lambda values: (fail(), write(values))
         else:
-            measure = made._validate._means
-            made._validate._means = lambda *given: (fail(), measure(*given))[1]
+            measure = made.validation._means
+            made.validation._means = lambda *given: (fail(), measure(*given))[1]
         return made
 
     trainer = again()

@@ -124,7 +124,7 @@ def moved(batch: Any, model: nn.Module) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ValidationMetrics:
     """Evaluates ``model``, and its averaged weights if there are any; prefixes are ``validation_`` and ``ema_validation_``."""
 

@@ -162,7 +162,7 @@ def export_run(
             save_program(deployed, deployment.raw.example(), folder / PROGRAM, deployment.raw.free)
         write_text_durably(folder / CONTRACT, contract.to_json())
         # Anew from the ledger: what is published must not claim less than was spent.
-        trainer.write_privacy(folder, group_size)
+        trainer.step.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
         inputs = input_section(contract, deployment.raw)
         write_text_durably(folder / CARD, model_card(name, recipe_toml, statement, metrics, loading, inputs))

@@ -36,12 +36,7 @@ def default_folder(name: str) -> Path:
 
 
 def refuse_existing(path: Path) -> None:
-    """Check that a new run can begin in ``path``.
-
-    Raises:
-        InputError: if ``path`` exists, unless it is an empty folder or the folder of a run that never trained; or if a search
-            will publish there.
-    """
+    """Raise InputError if ``path`` is where a search will publish, or exists, unless it is empty or its run never trained."""
     if (search_folder(path) / DECLARATION).exists():
         raise InputError(
             f"run_dir is {str(path)!r}, where a search will publish its best run; use a new folder, or go on with the search: "
@@ -59,11 +54,7 @@ def search_folder(path: Path) -> Path:
 
 
 def declared_search(path: Path) -> str | None:
-    """The recipe of a search that will publish its best run as ``path``; None if there is no such search.
-
-    Raises:
-        InputError: if the search was started from Python.
-    """
+    """The recipe of a search that will publish its best run as ``path``, if any; InputError if it was started from Python."""
     declaration = search_folder(path) / DECLARATION
     if not declaration.is_file():
         return None

@@ -37,7 +37,6 @@ from dp_microadam.training.run_folder import (
     NOISE_MEMORY,
     OPTIMIZER_STATE,
     STATISTICS,
-    create_folder,
     read_metrics,
 )
 
@@ -62,14 +61,10 @@ class RunRecord:
         self._events = Events(self.path / EVENTS)
         self._writes = writes
 
-    def create(self) -> None:
-        """Create the folder; an existing folder that is not empty is refused, unless its run never trained."""
-        create_folder(self.path)
-
     def begin(self, config: str | None, stamp: str) -> None:
         """Write the configuration and the first line of the log."""
         if self._writes and config is not None:
-            self.write(CONFIG, config)
+            write_text_durably(self.path / CONFIG, config)
         self.log(f"began; this run is {stamp}")
 
     def write_checkpoint(self, step: PrivateStep, content: dict[str, Any], statistics: Mapping[str, Any]) -> None:
@@ -112,13 +107,9 @@ class RunRecord:
         if shown:
             tell(text)
 
-    def write(self, name: str, text: str) -> None:
-        """Replace a text file atomically."""
-        write_text_durably(self.path / name, text)
-
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Replace a JSON file atomically."""
-        self.write(name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        write_text_durably(self.path / name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one line to ``metrics.jsonl``."""
@@ -133,7 +124,7 @@ class RunRecord:
         """Remove metrics of steps whose results were lost."""
         if self._writes:
             kept = [line for line in self.metrics() if line["step"] <= step]
-            self.write(METRICS, "".join(json.dumps(line) + "\n" for line in kept))
+            write_text_durably(self.path / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
         """Close open files. Closing twice is allowed."""

@@ -223,13 +223,13 @@ class PrivateSearch:
             raise InputError("make_trainer returned a trainer that is not private; leave out the seed, and give a PrivacyPlan")
         if trainer.ranks.world_size > 1:
             raise InputError(f"the search was started in {trainer.ranks.world_size} processes; it must be one")
-        if trainer.callbacks or trainer.shows_private_metrics:
+        if trainer.callbacks or trainer.step.settings.show_private_metrics:
             raise InputError(
                 "make_trainer returned a trainer with callbacks or private metrics, which would tell of runs that lost; leave "
                 "them out"
             )
-        if self.score not in trainer.metric_names:
-            raise InputError(f"score is {self.score!r}; it must be one of {', '.join(map(repr, trainer.metric_names))}")
+        if self.score not in trainer.validation.names:
+            raise InputError(f"score is {self.score!r}; it must be one of {', '.join(map(repr, trainer.validation.names))}")
         trainer.shown = False  # a bar per run would count them
         return trainer
 

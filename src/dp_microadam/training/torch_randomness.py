@@ -24,10 +24,7 @@ _FIRST_WORD_BYTE = 24
 
 @contextmanager
 def forked_torch(model: nn.Module) -> Iterator[list[int]]:
-    """Restore torch's generators after the block: that of the CPU, and those of the model's GPUs, which are yielded.
-
-    Other GPUs are left alone, since other processes may use them and copying their generator state takes time.
-    """
+    """Restore torch's generators after the block: that of the CPU, and those of the model's GPUs, which are yielded."""
     gpus = sorted({parameter.get_device() for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=gpus):
         yield gpus

@@ -21,7 +21,7 @@ from dp_microadam.training.method import Method, WeightAverage
 from dp_microadam.training.private_step import PrivateStep
 from dp_microadam.training.program import RawInput, RawTensor
 from dp_microadam.training.progress import CHECKING, Interruptible, Progress, said_if_slow
-from dp_microadam.training.run_folder import RunResult, StepReport, default_folder, how_to_go_on
+from dp_microadam.training.run_folder import RunResult, StepReport, create_folder, default_folder, how_to_go_on
 from dp_microadam.training.run_record import RunRecord, sizes
 from dp_microadam.training.same_examples import refuse_shared_users, share_examples
 from dp_microadam.training.settings import PerformanceSettings, PrivacySettings, RecordSettings
@@ -97,7 +97,7 @@ class PrivateTrainer:
         self.method = self.step.method
         self.method.refuse_idle_scheduler()
         self.record = self._record_in(folder)
-        self._validate = ValidationMetrics(model, {"loss": loss, **measures}, self.step.loading, self.method, self.ranks)
+        self.validation = ValidationMetrics(model, {"loss": loss, **measures}, self.step.loading, self.method, self.ranks)
         self._saved_position = -1
         self._resumed = False
         self._between_steps = True
@@ -122,16 +122,6 @@ class PrivateTrainer:
     def stamp(self) -> str:
         """``"private"`` or ``"not private"``, with the reason."""
         return self.step.account.stamp
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics on validation data."""
-        return self._validate.names
-
-    @property
-    def shows_private_metrics(self) -> bool:
-        """Whether metrics of training batches are shown, which are outside the guarantee."""
-        return self.step.settings.show_private_metrics
 
     @property
     def finished(self) -> bool:
@@ -163,13 +153,19 @@ class PrivateTrainer:
         if self.finished:
             self.method.finish(self.model)
             return self.result()
-        account = self.step.account
-        self._refuse_shared(train, validation)
+        account, shows = self.step.account, self.step.settings.show_private_metrics
+        with self.ranks.together():
+            count_examples("train", train)
+            if validation is not None and count_examples("validation", validation) and share_examples(train, validation):
+                raise InputError(
+                    "validation shares examples with the training data, so its metrics would be private; use held-out data"
+                )
         refuse_shared_users(users, validation_users)
         with said_if_slow(CHECKING, shown=self.shown and account.privacy is not None):
             self.step.attach(train, users)
-        self._require_same_settings(validation)
-        self._validate.try_once(validation)
+        compared = (account.last_step, self.settings.evaluate_every, validation is None, self.method.averages, shows)
+        self.ranks.require_same("max_steps, evaluate_every, validation, average or show_private_metrics", compared)
+        self.validation.try_once(validation)
         if not self._resumed:
             self._begin()
         progress = Progress(
@@ -305,15 +301,11 @@ class PrivateTrainer:
         self.ranks.from_main(lambda: export_run(self, Path(output), deployment, name=named, metrics=metrics, program=program))
         return Path(output)
 
-    def write_privacy(self, folder: Path | None = None, group_size: int = 1) -> None:
-        """Write ``privacy.json`` and ``privacy.txt`` for the steps recorded so far, with ε for a group if it has a size."""
-        self.step.write_privacy(folder, group_size)
-
     def _record_in(self, folder: Path) -> RunRecord:
         return RunRecord(folder, keep_checkpoints=self.settings.keep_checkpoints, writes=self.ranks.main)
 
     def _begin(self) -> None:
-        self.ranks.from_main(self.record.create)
+        self.ranks.from_main(lambda: create_folder(self.record.path))
         # Before anything else is written: of two runs that begin in the same folder, one is refused here.
         self.step.account.begin()
         self.ranks.from_main(lambda: self.record.begin(self.settings.config, self.stamp))
@@ -358,7 +350,7 @@ class PrivateTrainer:
     def _evaluate(self, validation: Any, progress: Progress) -> dict[str, float]:
         """Validation metrics of the weights and of their average, written and shown."""
         self.record.pace.rest()
-        metrics = self._validate(validation)
+        metrics = self.validation(validation)
         of_training = self.step.training_metrics
         self.record.write_evaluation(self.step, metrics, self.method.learning_rate, self._sizes(), of_training)
         self._last_metrics = metrics
@@ -379,23 +371,3 @@ class PrivateTrainer:
         )
         for callback in self.callbacks:
             callback(report)
-
-    def _refuse_shared(self, train: Any, validation: Any) -> None:
-        with self.ranks.together():
-            count_examples("train", train)
-            if validation is not None:
-                count_examples("validation", validation)
-            if validation is not None and share_examples(train, validation):
-                raise InputError(
-                    "validation shares examples with the training data, so its metrics would be private; use held-out data"
-                )
-
-    def _require_same_settings(self, validation: Any) -> None:
-        shown = (
-            self.step.account.last_step,
-            self.settings.evaluate_every,
-            validation is None,
-            self.method.averages,
-            self.shows_private_metrics,
-        )
-        self.ranks.require_same("max_steps, evaluate_every, validation, average or show_private_metrics", shown)

@@ -92,7 +92,7 @@ def test_augmentation_is_for_training_data_alone(cifar10, tmp_path):
     augment = experiment.trainer.step.loading.augment
     object.__setattr__(experiment.trainer.step.loading, "augment", lambda batch: seen.append(batch) or augment(batch))
     # The independence check sees synthetic images, the steps see training images; evaluation augments none.
-    experiment.trainer._validate(experiment.data.validation)
+    experiment.trainer.validation(experiment.data.validation)
     experiment.test_results()
     assert seen == []
     experiment.fit()

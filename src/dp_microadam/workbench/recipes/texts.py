@@ -151,6 +151,6 @@ def export_texts(
         with experiment.best_weights():
             save_text_model(model, encoder, folder, classes=classes, column=_column(recipe), adapters_alone=adapters_alone)
         # Computed again from the ledger: what is published must not claim less than was spent.
-        experiment.trainer.write_privacy(folder, group_size)
+        experiment.trainer.step.write_privacy(folder, group_size)
         statement = (folder / STATEMENT_NAME).read_text(encoding="utf-8")
         write_text_durably(folder / CARD, model_card(recipe.name, recipe.to_toml(), statement, metrics, loading=code))
