@@ -163,10 +163,7 @@ def most_steps(
     """The largest number of steps whose ε stays within ``epsilon_limit``; 0 if not even one does.
 
     Formal guarantees: ε of the returned number is at most the limit, and ε of one step more exceeds it, both as
-    :func:`epsilon` computes them.
-
-    Raises:
-        LookupError: if the limit is not reached within the largest number of steps that the accountant supports.
+    :func:`epsilon` computes them. A LookupError says that the accountant supports no number of steps that reaches the limit.
     """
     just_above = math.nextafter(epsilon_limit, math.inf)
 
@@ -196,10 +193,7 @@ def least_noise_multiplier(
     """The smallest multiple of ``NOISE_RESOLUTION``, or unless ``exact`` of half a percent, that keeps within the limit.
 
     Formal guarantees: ε of the returned noise multiplier is at most the limit; that of the next smaller multiple
-    exceeds it.
-
-    Raises:
-        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
+    exceeds it. A LookupError says that no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
     """
     guess = min(_gaussian_guess(sample_rate, steps, epsilon_limit, delta), LARGEST_NOISE_MULTIPLIER)
     every = 1 if exact else max(1, round(guess / _ROUGHLY / NOISE_RESOLUTION))
@@ -212,11 +206,7 @@ def least_noise_multiplier(
 
 
 def least_noise_within(limit: float, cost: Callable[[float], float], guess: float, every: int = 1) -> float:
-    """The smallest multiple of ``every`` times ``NOISE_RESOLUTION`` whose ``cost``, an ε that falls with it, is in the limit.
-
-    Raises:
-        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
-    """
+    """The smallest multiple of ``every`` times ``NOISE_RESOLUTION`` whose ``cost``, an ε that falls with it, is allowed."""
 
     def margin(number: int) -> float:
         noise = number * every / _MULTIPLES_PER_UNIT
@@ -251,10 +241,7 @@ def first_non_negative(function: Callable[[int], float], guess: int, stride: int
     """The first whole number n ≥ 1 with ``function(n) >= 0``, for a function that grows.
 
     Starts at the guess and moves in growing strides until the change of sign is bracketed, then interpolates. Every third
-    step is a bisection, so that the search is fast for any function.
-
-    Raises:
-        LookupError: if the function is still negative at ``largest``.
+    step is a bisection. A LookupError says that the function is still negative at ``largest``.
     """
     low, high = 0, 0  # in the end function(low) < 0 <= function(high)
     at_low, at_high = -math.inf, math.inf
@@ -300,11 +287,7 @@ def _pld_group_epsilon(spent: tuple[SubsampledGaussian, ...], delta: float, grou
 def composed_losses(
     spent: Sequence[SubsampledGaussian], delta: float, changes: Sequence[str], purpose: str, group_size: int = 1
 ) -> list[list[tuple[PrivacyLoss, int]]]:
-    """For each change of the data what adds up: the loss of one step, and the number of such steps.
-
-    Raises:
-        InputError: for too many steps, too little noise or too small a δ for the ``purpose``.
-    """
+    """For each change of the data the loss of a step and the number of steps, if these can be composed for a ``purpose``."""
     steps = sum(part.steps for part in spent)
     if steps > PLD_MOST_STEPS:
         raise InputError(f"steps is {steps}; {purpose} it must be at most {PLD_MOST_STEPS}, which rdp does not need")
@@ -327,11 +310,10 @@ def composed_losses(
 def group_epsilon(spent: Sequence[PrivacyCost], delta: float, group_size: int) -> float:
     """ε at ``delta`` for adding or removing up to ``group_size`` examples at once, by PLD.
 
-    The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is
-    therefore a mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with
-    sampling via mixture of Gaussians mechanisms"). With correlated noise it is not, since examples of different groups take
-    part in neighbouring steps; those compositions, and a selection among runs, get the general bound, k·ε at δ·Σ exp(i·ε),
-    i < k.
+    The number of sampled examples from a group of k is binomial, and each changes the sum by at most S. A step is therefore a
+    mixture of Gaussians at 0, S, …, kS (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD with sampling via mixture of
+    Gaussians mechanisms"). With correlated noise it is not, since examples of different groups take part in neighbouring steps;
+    those compositions, and a selection among runs, get the general bound, k·ε at δ·Σ exp(i·ε), i < k.
 
     Formal guarantees: as :func:`epsilon`, for two datasets where one is the other with up to ``group_size`` examples added,
     or with up to that many removed; not with some added and others removed.

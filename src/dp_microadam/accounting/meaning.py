@@ -109,7 +109,7 @@ def _exact_bound(spent: Sequence[SubsampledGaussian]) -> GaussianBound | None:
     if any(part.sample_rate < 1 or part.cap is not None for part in spent if part.steps):
         return None
     mu = math.sqrt(math.fsum(part.steps / part.noise_multiplier**2 for part in spent))
-    return GaussianBound(round_up_to(mu, 2), 0.0)
+    return GaussianBound(float(round_up(mu)), 0.0)
 
 
 def meaning_in_words(found: Mapping[str, Any], delta: float) -> list[tuple[str, str]]:
@@ -122,14 +122,14 @@ def meaning_in_words(found: Mapping[str, Any], delta: float) -> list[tuple[str, 
         f"{percent(first['true_positive_rate'])} of those who did",
         *(f"{one_in(row['false_positive_rate'])}: {percent(row['true_positive_rate'])}" for row in others),
     ]
-    replaced, added = (round_up_to(found[key], 2) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
+    replaced, added = (round_up(found[key]) for key in ("replace_one_epsilon", "add_or_remove_epsilon"))
     return [
         ("What attackers reach", "; ".join(shares)),
         ("Gaussian privacy", f"{mu_in_words(found)}; from the privacy loss distribution, not by a limit theorem"),
         (
             "Replacing one unit",
-            f"ε = {replaced:.2f} at δ = {delta:g} if one unit is exchanged for another, by privacy loss distribution; the same "
-            f"gives {added:.2f} for one that is added or removed",
+            f"ε = {replaced} at δ = {delta:g} if one unit is exchanged for another, by privacy loss distribution; the same "
+            f"gives {added} for one that is added or removed",
         ),
     ]
 
@@ -158,11 +158,17 @@ def percent(share: float) -> str:
     >>> percent(0.38914), percent(1.0)
     ('38.92 %', '100 %')
     """
-    return "100 %" if share > 0.9999 else f"{round_up_to(100 * share, 2):.2f} %"
+    return "100 %" if share > 0.9999 else f"{round_up(100 * share)} %"
 
 
-def round_up_to(value: float, digits: int) -> float:
-    """The next multiple of 10^−``digits``; a value that is one up to rounding stays."""
+def round_up(value: float, digits: int = 2) -> str:
+    """ε, or another number, rounded up: rounding to nearest would claim more privacy than there is.
+
+    >>> round_up(7.9911), round_up(8.0), round_up(0.0004)
+    ('8.00', '8.00', '0.01')
+    """
+    if not math.isfinite(value):
+        return str(value)
     scaled = value * 10**digits
     whole = round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else math.ceil(scaled)
-    return whole / 10**digits
+    return f"{whole / 10**digits:.{digits}f}"

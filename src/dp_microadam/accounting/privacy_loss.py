@@ -185,10 +185,7 @@ def window_from_zero(parts: Sequence[tuple[PrivacyLoss, int]], delta: float) -> 
     """The tilted composition on a window that begins at a loss of at most 0, tilted for ``delta``, and Chernoff's bound on ε.
 
     Formal guarantees: as of every window, for each ε ≥ 0. Bounds on δ(ε) are close where δ(ε) is not far from ``delta``;
-    everywhere else their absolute error is small.
-
-    Raises:
-        LookupError: if δ(0) is below ``delta``, so that a smaller one is needed.
+    everywhere else their absolute error is small. A LookupError says that δ(0) is below ``delta``: a smaller one is needed.
     """
     infinite = sum(steps * math.exp(law.log_infinite) for law, steps in parts)
     largest, index = _chernoff_epsilon(parts, delta - infinite)

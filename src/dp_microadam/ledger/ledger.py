@@ -443,11 +443,7 @@ class PrivacyLedger:
 
     @classmethod
     def create(cls, run: Folder, plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
-        """Create the ledger of a new run in folder ``run``, which is created if it does not exist.
-
-        Raises:
-            InputError: if the folder already has a ledger.
-        """
+        """Create the ledger of a new run in folder ``run``, in which there must be none."""
         return cls(_write_header(run, plan, settings))
 
     @classmethod
@@ -457,11 +453,8 @@ class PrivacyLedger:
         """Continue the last plan of the ledger in folder ``run`` from a checkpoint after ``position`` of its steps.
 
         ``head`` is the ledger's :attr:`head` at that moment, if the checkpoint has it. Steps recorded after the checkpoint stay
-        spent, so the run may end with fewer updates than planned.
-
-        Raises:
-            PrivacyError: if another process has the ledger open, if plan or settings differ from those of the run, or if the
-                ledger lacks steps that the checkpoint includes.
+        spent, so the run may end with fewer updates than planned. A PrivacyError says that another process has the ledger open,
+        that plan or settings differ from those of the run, or that the ledger lacks steps that the checkpoint includes.
         """
         require_integer("position", position, 0)
         path = ledger_path(run)
@@ -489,9 +482,7 @@ class PrivacyLedger:
     def extend(cls, run: Folder, plan: PrivacyPlan, settings: RunSettings) -> PrivacyLedger:
         """Begin a further plan, whose steps are numbered from 0 and which gives up what the plan before it had left.
 
-        Raises:
-            InputError: if the plan is for other data, another unit of privacy, δ or accountant, or that of a search.
-            PrivacyError: if another process has the ledger open, or if the settings differ from those of the run.
+        It must be for the same data, unit of privacy, δ, accountant and settings, and not that of a search.
         """
         path = ledger_path(run)
 
@@ -521,10 +512,7 @@ class PrivacyLedger:
 
         ``phase`` is the name of the step's phase, for runs with several under one plan, ``processes`` how many take the step
         together. With ``wait=False`` it returns once the record is written: call :meth:`sync` before anything of the step
-        leaves the process.
-
-        Raises:
-            PrivacyError: if all steps of the plan are spent, or the file cannot be written. The step must not be taken then.
+        leaves the process. After a PrivacyError the step must not be taken.
         """
         if self._closed:
             raise PrivacyError(
@@ -555,11 +543,7 @@ class PrivacyLedger:
         return step
 
     def sync(self) -> None:
-        """Return once the last recorded step is on disk.
-
-        Raises:
-            PrivacyError: if it cannot be written there. Its result must not be used then.
-        """
+        """Return once the last recorded step is on disk; after a PrivacyError its result must not be used."""
         try:
             if self._unsynced:
                 os.fsync(self._file)
@@ -615,11 +599,7 @@ class PrivacyLedger:
 
 
 def discard_unspent(run: Folder) -> None:
-    """Remove the ledger of a run that never took a step, so that a new run can use its folder.
-
-    Raises:
-        PrivacyError: if a process has the ledger open, or a step was recorded.
-    """
+    """Remove the ledger of a run that never took a step, so that a new run can use its folder."""
     with PrivacyLedger(ledger_path(run)) as ledger:
         steps = steps_together([read_ledger(ledger.path)])
         if steps:
@@ -628,11 +608,7 @@ def discard_unspent(run: Folder) -> None:
 
 
 def write_past_steps(run: Folder, plan: PrivacyPlan, settings: RunSettings, spent: Sequence[SubsampledGaussian]) -> None:
-    """Write a ledger of steps that another library took and recorded; each line has its own sample rate and noise multiplier.
-
-    Raises:
-        InputError: if the folder already has a ledger, or the plan allows fewer steps.
-    """
+    """Write a ledger of steps that another library took and recorded; each line has its own rate and noise multiplier."""
     total = sum(part.steps for part in spent)
     if total > plan.steps:
         raise InputError(f"plan allows {plan.steps} steps, but {total} were taken; use a plan with at least as many steps")

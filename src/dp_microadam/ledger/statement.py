@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dp_microadam.accounting.costs import group_epsilon
-from dp_microadam.accounting.meaning import meaning, meaning_in_words, round_up_to
+from dp_microadam.accounting.meaning import meaning, meaning_in_words, round_up
 from dp_microadam.durable_files import write_text_durably
 from dp_microadam.ledger.ledger import LedgerRecord
 from dp_microadam.plan.selection_plan import SelectionPlan
@@ -292,14 +292,3 @@ def write_privacy_report(folder: str | os.PathLike[str], report: Mapping[str, An
     """Write a report and its text as ``privacy.json`` and ``privacy.txt``, each atomically."""
     write_text_durably(Path(folder) / PRIVACY_NAME, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     write_text_durably(Path(folder) / STATEMENT_NAME, words)
-
-
-def round_up(epsilon: float, digits: int = 2) -> str:
-    """Format ε, rounded up: rounding to nearest would claim more privacy than there is.
-
-    >>> round_up(7.9911), round_up(8.0), round_up(0.0004)
-    ('8.00', '8.00', '0.01')
-    """
-    if not math.isfinite(epsilon):
-        return str(epsilon)
-    return f"{round_up_to(epsilon, digits):.{digits}f}"

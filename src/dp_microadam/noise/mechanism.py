@@ -94,11 +94,8 @@ class GaussianMechanism:
     def privatize(self, sums: Mapping[str, Tensor], *, step: int) -> dict[str, Tensor]:
         """The privatized mean of each tensor of ``sums``, which together are the clipped sum of one logical step.
 
-        Step numbers must increase: a step that was already privatized, or an earlier one, is refused.
-
-        Raises:
-            PrivacyError: for a repeated step, for sums that are not finite and so have no bounded sensitivity, or for a
-                mechanism that adds noise to a slice of the coordinates only.
+        A step that was already privatized, or an earlier one, is refused with a PrivacyError, and so are sums that are not
+        finite, which have no bounded sensitivity, and noise for a slice of the coordinates only.
         """
         if len(self._noise_slice(count := sum(total.numel() for total in sums.values()))) < count:
             raise PrivacyError(

@@ -9,12 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from dp_microadam.accounting.costs import (
-    LARGEST_NOISE_MULTIPLIER,
-    PrivacyCost,
-    first_non_negative,
-    least_noise_within,
-)
+from dp_microadam.accounting.costs import LARGEST_NOISE_MULTIPLIER, PrivacyCost, first_non_negative, least_noise_within
 from dp_microadam.accounting.selection import DISTRIBUTIONS, Repetitions, SelectedRun
 from dp_microadam.errors import InputError
 from dp_microadam.plan.plan import PrivacyPlan
@@ -136,10 +131,6 @@ class SelectionPlan(PrivacyPlan):
 
 
 def _with_least_noise(plan: Plan, limit: float) -> Plan:
-    """The plan with the least noise, as a multiple of ``NOISE_RESOLUTION``, that stays within ``limit``.
-
-    Raises:
-        LookupError: if no noise multiplier up to ``LARGEST_NOISE_MULTIPLIER`` is enough.
-    """
+    """The plan with the least noise, as a multiple of ``NOISE_RESOLUTION``, that stays within ``limit``."""
     noise = least_noise_within(limit, lambda noise: replace(plan, noise_multiplier=noise).epsilon, plan.noise_multiplier)
     return replace(plan, noise_multiplier=noise)
