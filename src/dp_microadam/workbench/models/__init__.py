@@ -1,8 +1,8 @@
 """Networks of the paper's experiments, without batch statistics, initialised as published; and text models of transformers."""
 
-from dp_microadam.integrations.lora import with_lora
 from dp_microadam.validation import public
 from dp_microadam.workbench.models.hugging_face import text_encoder
+from dp_microadam.workbench.models.lora import with_lora
 from dp_microadam.workbench.models.registry import build, normalization_of
 from dp_microadam.workbench.models.resnets import nf_resnet_50, wide_resnet
 from dp_microadam.workbench.models.small import mlp, small_cnn, tanh_cnn

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.integrations.lora import adapted
 from dp_microadam.layers.fixed_norm import FixedNorm
 from dp_microadam.validation import require_integer, require_one_of
+from dp_microadam.workbench.models.lora import adapted
 from dp_microadam.workbench.models.pretrained import (
     first_line,
     freeze_but,

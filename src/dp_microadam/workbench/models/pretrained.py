@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dp_microadam.errors import InputError
-from dp_microadam.integrations.lora import adapted
 from dp_microadam.validation import require_one_of
+from dp_microadam.workbench.models.lora import adapted
 
 PARTS = ("all", "biases", "head")
 """What is trained, clipped and gets noise: all weights; biases, as DP-BiTFiT does (Bu et al., 2024), and the head; the head."""
