@@ -514,17 +514,22 @@ def test_noise_is_not_clipped_by_the_host(make):
     assert min(norms) > 0.5 * 10 / 30 * parameters**0.5  # chance of failing below 1e-12: χ² of hundreds of degrees
 
 
+@pytest.mark.parametrize("has", ["the default", "a method", "an optimizer"])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"learning_rate": 0.01}, "learning_rate is 0.01: .* follows from the plan"),
-        ({"adam_beta1": 0.8}, "has no such setting"),
+        ({"learning_rate": 0.01}, "learning_rate is 0.01: a method has its own rate or distance"),
+        ({"adam_beta1": 0.8}, "a method has options of its own"),
     ],
 )
-def test_settings_that_the_default_does_not_have_are_refused_without_an_optimizer(make, arguments, sentence):
+def test_settings_that_a_method_does_not_have_are_refused(make, arguments, sentence, has):
+    model = words()
+    if has == "an optimizer":
+        make(model, arguments=arguments)  # it is the host's business
+        return
+    given = {"method": methods.dp_sgd(model)} if has == "a method" else {"optimizers": (None, None)}
     with pytest.raises(InputError, match=sentence):
-        make(arguments=arguments, optimizers=(None, None))
-    make(arguments=arguments)  # with an optimizer it is the host's business
+        make(model, arguments=arguments, **given)
 
 
 def test_classification_loss_is_the_model_s_own_for_each_example():

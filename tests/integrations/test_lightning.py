@@ -305,20 +305,6 @@ def test_lightning_s_autocast_is_not_around_norms_sums_and_noise(fit, ours, plan
     assert_equal(trainer.lightning_module.state_dict(), ours(plan))
 
 
-def test_options_of_the_private_step_are_reachable(fit, tmp_path):
-    seen = []
-
-    def augment(batch):
-        seen.append(len(batch[1]))
-        return batch
-
-    options = {"augment": augment, "clipping": "per-layer", "autocast": torch.float16, "max_steps": 3}
-    trainer = fit(steps={**options, "public": ("the seasons",)})
-    assert trainer.global_step == read_ledger(tmp_path / "run").steps == 3
-    assert seen
-    assert "the seasons" in (tmp_path / "run" / "privacy.txt").read_text()
-
-
 def test_a_failed_step_is_spent_and_the_run_can_be_resumed_in_the_same_process(fit, plan, tmp_path):
     class Failing(Classifier):
         def per_example_loss(self, batch):

@@ -77,12 +77,12 @@ _WHY_NOT = {
     "optim": "the method is that of methods.default; give another by method, or an optimizer by optimizers=(optimizer, None)",
 }
 
-_NOT_OF_THE_DEFAULT = {
-    "learning_rate": "without a method or an optimizer it follows from the plan; leave it out, or give "
-    "optimizers=(MicroAdam(model.parameters(), lr=…), None)",
+_NOT_OF_METHODS = {
+    "learning_rate": "a method has its own rate or distance; leave it out, or give optimizers=(MicroAdam(model.parameters(), "
+    "lr=…), None)",
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
-        "the default method has no such setting; leave it out, or give a method, or optimizers=(optimizer, None)",
+        "a method has options of its own; leave it out, or give optimizers=(optimizer, None)",
     ),
 }
 
@@ -143,7 +143,7 @@ class PrivateHFTrainer(Trainer):
         step_options = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
         chosen = method or options.get("optimizers", (None, None))[0] or options.get("optimizer_cls_and_kwargs")
         unset = type(args)(output_dir=args.output_dir, report_to="none", use_cpu=args.use_cpu)
-        _refuse_settings(args, unset, plan, default=chosen is None)
+        _refuse_settings(args, unset, plan, has_method=chosen is None or method is not None)
         _refuse_options(step_options, options, method)
         physical = args.per_device_train_batch_size
         physical = _PHYSICAL_BATCH_SIZE if physical == unset.per_device_train_batch_size else physical
@@ -399,18 +399,16 @@ class _CollatedAlone(Dataset[dict[str, Tensor]]):
         return example
 
 
-def _refuse_settings(args: TrainingArguments, unset: TrainingArguments, plan: PrivacyPlan, *, default: bool) -> None:
+def _refuse_settings(args: TrainingArguments, unset: TrainingArguments, plan: PrivacyPlan, *, has_method: bool) -> None:
     """Raise InputError for a setting that would break the guarantee, or would not be used; ``unset`` has none."""
     if not isinstance(plan, PrivacyPlan):
         raise InputError(f"plan is a {type(plan).__name__}; it must be a PrivacyPlan, as PrivacyPlan.solve gives")
     for field in fields(args):
         value, usual = getattr(args, field.name), getattr(unset, field.name)
         why = _WHY_NOT.get(field.name, f"a private run does not use it; leave it at {usual!r}")
-        if default and field.name in _NOT_OF_THE_DEFAULT:
-            why = _NOT_OF_THE_DEFAULT[field.name]
-        elif field.name in _HONOURED:
-            continue
-        if value != usual:
+        if has_method:
+            why = _NOT_OF_METHODS.get(field.name, why)
+        if value != usual and (field.name not in _HONOURED or (has_method and field.name in _NOT_OF_METHODS)):
             raise InputError(f"TrainingArguments.{field.name} is {value!r}: {why}")
     if args.max_steps > plan.steps:
         raise InputError(f"TrainingArguments.max_steps is {args.max_steps}; the plan allows at most {plan.steps} steps")
