@@ -167,34 +167,3 @@ def test_check_and_training_agree_on_every_file_and_tell_no_value(tmp_path_facto
     actual = sorted((x.tolist(), int(y)) for inputs, labels in parts for x, y in zip(inputs, labels, strict=True))
     assert [label for _, label in actual] == [label for _, label in expected]
     torch.testing.assert_close(torch.tensor([x for x, _ in actual]), torch.tensor([x for x, _ in expected]))
-
-
-def test_check_names_columns_and_all_lines_and_training_names_no_line(tmp_path):
-    path = tmp_path / "all.csv"
-    names = [*DECLARED, "outcome"]
-    lines = [",".join(names)] + [",".join([*row().values(), "ill"]) for _ in range(20)]
-    lines[3] = lines[3].replace("50,", "fifty,", 1)
-    lines[7] = lines[7].replace("field", "home")
-    lines[9] = lines[9].replace("50,", ",", 1)
-    lines[12] = lines[12].replace("50,", "fourty,", 1).replace("ill", "sick")
-    lines[14] += ",more"
-    lines[16] = '"open" quote' + lines[16]
-    path.write_text("\n".join(lines))
-    with path.open("ab") as file:
-        file.write(b"\n1,1,\xff,a,x,ill")
-    found = check("table", str(path), columns=DECLARED, **OPTIONS)
-    assert [problem.removeprefix(f"{path} has a ").partition(";")[0] for problem in found.problems] == [
-        "cell in column 'age' that is not a finite number (line 4, line 13)",
-        "cell in column 'work' that is not among the declared values (line 8)",
-        "cell in column 'age' that is empty (line 10)",
-        "cell in column 'outcome' that is an invalid label (line 13)",
-        "row that does not have 6 cells like the header (line 15)",
-        "row that has quotes that do not match (line 17)",
-        "row that is not valid UTF-8 (line 22)",
-    ]
-    with pytest.raises(InputError) as refusal:
-        data.load("table", str(path), columns=DECLARED, **OPTIONS)
-    assert str(refusal.value) == (
-        f"{path} has a cell in column 'age' that is not a finite number; write a number, or declare the text that stands for a "
-        "missing one (dp-microadam data check RECIPE says where)"
-    )

@@ -247,7 +247,6 @@ def test_settings_that_texts_do_not_have_are_refused_before_anything_is_read(rec
         (["model_options.pretrained={data}"], "a folder without config.json"),
         (["data_options.max_length=13"], f"max_length is 13; .* takes at most {LENGTH} tokens"),
         (["model_options.lora_targets=['nothing']"], "lora_targets is .'nothing'., which does not fit this model"),
-        (["model_options.lora_rank=-1"], "lora_rank is -1; it must be a whole number"),
         (["model_options.trainable=head"], "with LoRA leave trainable out"),
         (["flip=true"], "data is 'sms-spam', not images"),
     ],

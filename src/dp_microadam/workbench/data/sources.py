@@ -176,7 +176,12 @@ def inspect(name: str, folder: str | None = None) -> State:
     data = known(name)
     if data.num_classes is None and not folder:
         return State(name, "yours")
-    return _state(name, folder, lambda source: files_of(source) if data.kind in ("table", "text") else _read(source))
+
+    def look(source: Source) -> tuple[str, ...]:
+        (files_of if data.kind in ("table", "text") else _read)(source)
+        return ()
+
+    return _state(name, folder, look)
 
 
 def check(
@@ -214,7 +219,7 @@ def check(
     return _state(name, folder, look, verify=options.get("verify", True))
 
 
-def _state(name: str, folder: str | None, look: Callable[[Source], Any], verify: bool = True) -> State:
+def _state(name: str, folder: str | None, look: Callable[[Source], tuple[str, ...]], verify: bool = True) -> State:
     """What ``look`` finds wrong with the data, or says of them."""
     data = known(name)
     try:
@@ -222,12 +227,12 @@ def _state(name: str, folder: str | None, look: Callable[[Source], Any], verify:
     except InputError as error:
         return State(name, "missing", problems=(str(error),))
     try:
-        said = look(source)
+        summary = look(source)
     except InputError as error:
         found = [*source.problems.sentences(), *([] if isinstance(error, Refusal) else [str(error)])]
         return State(name, "damaged", str(source.place), tuple(found))
     verified = (data.digests and verify) or data.package
-    return State(name, "verified" if verified else "unverified", str(source.place), (), said if isinstance(said, tuple) else ())
+    return State(name, "verified" if verified else "unverified", str(source.place), (), summary)
 
 
 def _summary(data: LabelledData, unit_name: str) -> tuple[str, ...]:
