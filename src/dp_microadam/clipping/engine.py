@@ -220,8 +220,8 @@ class ClippedGradients:
                 factors, masks = self._factors(), self._row_masks
                 shares, losses = gradient_shares(observed, losses_of_batch, count, factors, masks, weights=weights)
             with torch.no_grad(), full_precision(self._device):
-                found = recompute_uncertain(shares, [state.altered()]) if shares else None
-            if found is None or found.raised[0]:
+                found = recompute_uncertain(shares, state.altered()) if shares else None
+            if found is None or found.flagged:
                 state.refuse_changes()
         except BaseException:
             state.restore()

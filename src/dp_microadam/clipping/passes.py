@@ -302,18 +302,18 @@ def _tied(members: Sequence[PendingUse]) -> tuple[TiedCall, Use] | None:
 
 
 class Norms(NamedTuple):
-    """The norms of examples over all shares, how many are not finite, and whether other flags were set."""
+    """The norms of examples over all shares, how many are not finite, and whether the flag beside them was set."""
 
     of_examples: Tensor
     lost: int
-    raised: list[bool]
+    flagged: bool
 
 
-def recompute_uncertain(shares: Sequence[ParameterShare], others: Sequence[Tensor] = ()) -> Norms:
+def recompute_uncertain(shares: Sequence[ParameterShare], flag: Tensor) -> Norms:
     """Recompute uncertain norms; ``squared`` of every share, and the norms returned, are right afterwards.
 
     To ask a GPU whether any norm of a layer is uncertain means to wait until it has caught up. So no layer asks: the flags of
-    all layers, and ``others``, which are further flags of one element, are read together. The host waits once.
+    all layers, and ``flag``, another one, are read together. The host waits once.
 
     Formal guarantees: afterwards no norm is smaller than that of what the share would add to the sum, up to the rounding that
     ``outer_product.py`` states.
@@ -321,22 +321,16 @@ def recompute_uncertain(shares: Sequence[ParameterShare], others: Sequence[Tenso
     squared = sum_of([share.squared for share in shares])
     asked = [(share, flags) for share in shares if (flags := share.call.uncertain()) is not None]
     # The norm's square, and not its root: a square that rounded below zero is uncertain, and recomputed.
-    counts = [(~torch.isfinite(squared)).sum().view(1), *(_beside(squared, flag) for flag in others)]
+    if flag.device.type == "cpu" != squared.device.type:  # written there, since a copy of it would wait
+        flag = torch.full((), bool(flag), device=squared.device)
+    counts = [(~torch.isfinite(squared)).sum().view(1), flag.to(squared.device, torch.long, non_blocking=True).view(1)]
     if asked:
         counts.append(torch.stack([flags for _, flags in asked]).sum(1))
-    lost, *found = torch.cat(counts).tolist()
-    uncertain = found[len(others) :]
+    lost, flagged, *uncertain = torch.cat(counts).tolist()
     if any(uncertain):
         for (share, flags), count in zip(asked, uncertain, strict=True):
             if count:
                 share.squared = share.call.recompute(flags.nonzero().flatten())
         squared = sum_of([share.squared for share in shares])
         lost = int((~torch.isfinite(squared)).sum())
-    return Norms(squared.sqrt(), lost, [bool(flag) for flag in found[: len(others)]])
-
-
-def _beside(squared: Tensor, flag: Tensor) -> Tensor:
-    """The flag as a number on the device of the norms; one of the host is written there, since a copy of it would wait."""
-    if flag.device.type == "cpu" != squared.device.type:
-        return torch.full((1,), int(flag), device=squared.device)
-    return flag.to(squared.device, torch.long, non_blocking=True).view(1)
+    return Norms(squared.sqrt(), lost, bool(flagged))

@@ -27,7 +27,7 @@ _BETWEEN_SEEDS = 1_000_003
 _BOUNDS = (256, 128, 64, 32, 16, 8, 4)
 
 # The last example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
-_SCALES = ((1e3, -30.0, 1.0), (-1e4, 1e6, 1.0))
+_SCALES = (1e3, -1e6, 1.0)
 
 # In a large batch of copies of one example.
 _COPIES_REPLACED = 4
@@ -124,8 +124,8 @@ class Company(NamedTuple):
 def company(source: SyntheticExamples, cast: Callable[[Any], Any] = lambda batch: batch) -> Iterator[list[Company]]:
     """Who is tried beside whom. Of each list the first counts on which no exception is raised.
 
-    Beside one and two others, beside others that are a thousand and a million times as large, beside examples that resemble
-    them, and beside missing numbers.
+    Beside one and two others, beside one that is a thousand and one that is a million times as large, beside examples that
+    resemble them, and beside missing numbers.
     """
     drawn, others = map(cast, source.draw(CHECK_SIZE))
     # The first has smaller integers than the others, and differs from the last in every number; two of three classes agree.
@@ -134,8 +134,7 @@ def company(source: SyntheticExamples, cast: Callable[[Any], Any] = lambda batch
     yield [Company(batch, [0, 2], [first, last])]
     yield [Company(joined(last, first), [0, 1], [last, first])]
     if any(map(is_floating, tree_leaves(batch))):
-        for factors in _SCALES:
-            yield [Company(_scaled(batch, factors), [2], [last])]
+        yield [Company(_scaled(batch, _SCALES), [2], [last])]
     yield [_resembling(_row(drawn, 0), _row(others, 0)), Company(repeat_example(drawn, 0, 3), [0, 2], 2 * [_row(drawn, 0)])]
     missing = [_without_numbers(first, index) for index, leaf in enumerate(tree_leaves(first)) if is_floating(leaf)]
     if missing and all(leaf.device.type == "cpu" for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)):

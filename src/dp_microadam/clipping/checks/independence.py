@@ -8,7 +8,7 @@ Formal guarantees: after :meth:`IndependenceCheck.check` has returned, on this i
   same random projection of the output gradient at every use of a parameter. So did, for the loss alone, an example
 
   - beside just one other;
-  - beside others that are a thousand times and a million times as large;
+  - beside one that is a thousand times, and one that is a million times as large;
   - beside its copy, near copies, these with another target, and itself with any one leaf of another example;
   - with numbers that are NaN in one of its leaves, beside others (on the CPU only, where code may raise on them).
 
@@ -210,7 +210,7 @@ class CheckedModel(Probe):
             shares, values = gradient_shares(self.observed, losses, batch_size(batch), on_output_gradient=project)
             if shares:
                 with torch.no_grad(), full_precision(values.device):
-                    recompute_uncertain(shares)
+                    recompute_uncertain(shares, torch.tensor(False))
         norms = {f"parameter {', '.join(sorted(share.names.values()))!r}": share.squared.sqrt() for share in shares}
         shown = {LOSSES: values, **norms, **projections}
         read = torch.stack([value.double() for value in shown.values()]).cpu()  # together, as the host waits for a GPU

@@ -8,8 +8,8 @@ Formal guarantees: after :func:`check_transform` has returned, on synthetic raw 
 - replacing every second one of four examples left the rows of all others as they were, whatever the global random streams of
   torch, Python and NumPy gave, with one seed, or with 33 if the transform draws random numbers; so did replacing some in a
   batch of the given size, three quarters of which were copies of one example;
-- the row of an example was alone what it was beside one and two others, others that were a thousand and a million times as
-  large, copies of it, near copies, and these with another target, and when numbers were missing (NaN) in it or in
+- the row of an example was alone what it was beside one and two others, others a thousand and a million times as large,
+  copies of it, near copies, and these with another target, and when numbers were missing (NaN) in it or in
   others, unless the transform raises an exception on them. There, torch's generators give the same number to all examples.
   For transforms that draw from Python or NumPy, or that draw until the result satisfies a condition, the others were
   exchanged instead of removed;

@@ -139,14 +139,6 @@ class ConvolutionFactors(Factors):
         return [slice(b, b + (n - 1) * s + 1, s) for b, n, s in zip(starts, lengths, steps, strict=True)]
 
 
-def as_one_image(images: Tensor) -> Tensor:
-    """(1, B·channels, *image); copied if channels come last.
-
-    By way of one dimension, since a channels-last image of one pixel would keep strides that torch takes for channels-last.
-    """
-    return images.reshape(-1).view(1, -1, *images.shape[2:])
-
-
 def grams_of(flat: Tensor) -> Tensor:
     """Products of all pairs of pixels of (B, channels, pixels), as (B, pixels, pixels)."""
     return flat.transpose(1, 2) @ flat
@@ -164,9 +156,9 @@ def gradients_in_groups(inputs: Tensor, deltas: Tensor, geometry: Geometry) -> T
     """gᵢ of every example, (B, *weight shape), by the library's weight gradient with one group per example."""
     count = len(inputs)
     outputs, *filter_shape = geometry.weight_shape
-    gradients = weight_gradient(
-        as_one_image(inputs), as_one_image(deltas), (count * outputs, *filter_shape), geometry, count * geometry.groups
-    )
+    # By way of one dimension, since a channels-last image of one pixel would keep strides that torch takes for channels-last.
+    inputs, deltas = (images.reshape(-1).view(1, -1, *images.shape[2:]) for images in (inputs, deltas))
+    gradients = weight_gradient(inputs, deltas, (count * outputs, *filter_shape), geometry, count * geometry.groups)
     return gradients.view(count, outputs, *filter_shape)
 
 
