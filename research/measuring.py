@@ -23,11 +23,6 @@ from dp_microadam.durable_files import write_text_durably
 from dp_microadam.errors import InputError
 
 
-def default_device() -> str:
-    """The first GPU if there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def finish(device: str | torch.device) -> None:
     """Wait until everything that was queued on the device has been computed."""
     if torch.device(device).type == "cuda":
@@ -105,7 +100,8 @@ def tell(words: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that all benchmarks share."""
-    parser.add_argument("--device", default=default_device(), help="cpu or cuda (default: cuda if there is a GPU)")
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=there, help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write all measurements as JSON to this file, which can be sent"
     )

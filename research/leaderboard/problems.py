@@ -112,12 +112,20 @@ def _head(normalize_features: bool) -> nn.Module:
     return nn.Sequential(FixedNorm() if normalize_features else nn.Identity(), head)
 
 
+_CNN = "Tramèr and Boneh, 2021: a CNN, by DP-SGD with rates and steps searched for"
+_FASHION: dict[str, Any] = {"load": _images("fashion-mnist"), "published": ((3.0, 86.0),), "source": _CNN}
+
 PROBLEMS = {
     "adult": Problem("Adult census, 195 steps", _adult, lambda _: models.mlp(91, hidden=64, num_classes=2), 195, 256),
     "head": Problem("CIFAR-10, head on ViT-Tiny, 195 steps", _features(224, lambda vit: vit.head), _head, 195, 256),
     "digits": Problem("digits, 195 steps", _images("digits"), lambda _: models.tanh_cnn(10), 195, 128),
     "fashion-195": Problem(
-        "Fashion-MNIST, 195 steps", _images("fashion-mnist"), lambda _: models.tanh_cnn(10), 195, 256, (1.0, 3.0)
+        "Fashion-MNIST, 195 steps",
+        network=lambda _: models.tanh_cnn(10),
+        steps=195,
+        batch_size=256,
+        epsilons=(1.0, 3.0),
+        **_FASHION,
     ),
     "cifar10": Problem(
         "CIFAR-10 16×16, 195 steps",
@@ -138,12 +146,10 @@ PROBLEMS = {
     ),
     "fashion-1000": Problem(
         "Fashion-MNIST, 1,000 steps",
-        _images("fashion-mnist"),
-        lambda _: models.tanh_cnn(10),
-        1000,
-        128,
-        (3.0,),
-        published=((3.0, 86.0),),
-        source="Tramèr and Boneh, 2021: a CNN, by DP-SGD with rates and steps searched for",
+        network=lambda _: models.tanh_cnn(10),
+        steps=1000,
+        batch_size=128,
+        epsilons=(3.0,),
+        **_FASHION,
     ),
 }
