@@ -21,7 +21,7 @@ from dp_microadam.workbench.recipes.recipe import Recipe
 from dp_microadam.workbench.recipes.recipe_files import load_recipe
 from dp_microadam.workbench.recipes.tuning import values_of, with_values
 
-WORKER = Path(__file__).parents[3] / "training" / "search_worker.py"
+WORKER = Path(__file__).parents[2] / "training" / "search_worker.py"
 RECIPE = """
 name = "small"
 method = "dp-threshold"

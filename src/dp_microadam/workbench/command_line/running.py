@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dp_microadam.errors import DPMicroAdamError, InputError
+from dp_microadam.errors import InputError
 from dp_microadam.workbench.command_line.arguments import add_json
 
 if TYPE_CHECKING:
@@ -83,24 +83,16 @@ def finish(
     final = experiment.final_weights_accuracy() if options.json else None
     if main:
         from dp_microadam.training.run_folder import TEST
+        from dp_microadam.workbench.reporting.report import REPORT, write_report
 
         steps = {"updates": result.updates, "steps_done": result.steps_done}
         experiment.trainer.record.write_json(TEST, {**test, **steps})
-        _write_report(result.run_dir, options)
+        write_report([result.run_dir], result.run_dir / REPORT, files=False)
         ended = {"run_dir": str(result.run_dir), "finished": result.finished}
         further = {"final_weights_test_accuracy": final, "chosen": chosen and dict(chosen)}
         more = {name: value for name, value in further.items() if value is not None}
         say_figures(options, result, test, {**ended, **result.metrics, **more})
     return 0 if result.finished else INTERRUPTED
-
-
-def _write_report(run_dir: Path, options: argparse.Namespace) -> None:
-    from dp_microadam.workbench.reporting.report import REPORT, write_report
-
-    try:
-        write_report([run_dir], run_dir / REPORT, files=False)
-    except DPMicroAdamError as error:
-        say(options, f"{REPORT} was not written: {error}")
 
 
 def figures_of(experiment: Experiment) -> dict[str, Any]:

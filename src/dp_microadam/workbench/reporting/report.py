@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dp_microadam import __version__
 from dp_microadam.durable_files import write_text_durably
-from dp_microadam.errors import InputError
+from dp_microadam.errors import DPMicroAdamError, InputError
 from dp_microadam.ledger.ledger import LEDGER_NAME
 from dp_microadam.ledger.statement import PRIVACY_NAME, round_up, statement_parts
 from dp_microadam.workbench.reporting.figures import Figure, css_variables, labels_of, run_figures
@@ -83,7 +83,6 @@ def write_report(folders: Sequence[str | Path], path: Path, *, files: bool = Tru
 
     Raises:
         InputError: if a folder is none of these or is named twice, or the page cannot be written.
-        DPMicroAdamError: if matplotlib is not installed.
     """
     paths = [Path(folder) for folder in folders]
     for number, folder in enumerate(paths):
@@ -133,7 +132,11 @@ def _add_audit(page: Page, folder: Path, name: str) -> None:
 
 
 def _about(runs: Sequence[Run]) -> Page:
-    labels, figures = labels_of(runs), run_figures(runs)
+    labels, figures, missing = labels_of(runs), dict[str, list[Figure]](), ""
+    try:
+        figures = run_figures(runs)
+    except DPMicroAdamError as error:  # without matplotlib the page says so in their places
+        missing = str(error)
     numbered = list(enumerate(zip(runs, labels, strict=True), start=1))
     tables: dict[str, list[Table]] = {
         "summary": [_summary(runs, labels)],
@@ -148,9 +151,12 @@ def _about(runs: Sequence[Run]) -> Page:
         "privacy": ("Privacy statement", parts.privacy(views)),
         "accuracy": ("Accuracy", parts.accuracy(views, tables["accuracy"])),
         "summary": ("The run" if len(runs) == 1 else "Runs", parts.listed(tables["summary"])),
-        "learning": ("Validation loss and accuracy", parts.learning(views, figures["learning"], tables["learning"])),
-        "budget": ("Privacy budget", parts.budget(views, figures["budget"])),
-        "course": ("Learning rate and throughput", parts.course(figures["course"])),
+        "learning": (
+            "Validation loss and accuracy",
+            parts.learning(views, figures.get("learning"), tables["learning"], missing),
+        ),
+        "budget": ("Privacy budget", parts.budget(views, figures.get("budget"), missing)),
+        "course": ("Learning rate and throughput", parts.course(figures.get("course"), missing)),
         "memory": ("Memory", parts.listed(tables["memory"])),
         "audit": ("Audit", parts.audits([run.audit for run in runs if run.audit], tables["audit"])),
         "settings": ("Settings", parts.listed(tables["settings"])),
