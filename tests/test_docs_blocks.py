@@ -33,7 +33,6 @@ NOT_RUN = {
     r"make ": "the commands of the Makefile are what runs these tests",
     r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"python examples/journeys/": "takes minutes; tests/test_journeys.py runs them at a small size",
-    r"eval ": "argcomplete's own script, for the reader's shell",
     r"pytest ": "run on the patched tree by tests/test_docs_diffs.py",
 }
 """Lines of shell blocks that are neither run nor parsed here, and why."""
