@@ -85,7 +85,7 @@ def test_tensors_updated_together_and_one_by_one_agree(shapes, dtype, threshold)
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-@pytest.mark.skipif(threshold_adam._compiler() is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(threshold_adam._compiled() is None, reason="torch.compile needs a C++ compiler")
 def test_the_compiled_update_is_the_plain_one(monkeypatch):
     plain, compiled = parameters([(31, 5), (64,)]), parameters([(31, 5), (64,)])
     one, other = ThresholdAdam(plain, lr=0.1), ThresholdAdam(compiled, lr=0.1)

@@ -112,7 +112,8 @@ class ThresholdAdam(ExactStateOptimizer):
         flat = [weight.reshape(-1) for weight in weights]  # a copy where it is not contiguous
         if group["weight_decay"]:
             torch._foreach_mul_(flat, 1 - rate * group["weight_decay"])
-        dtype, compiles = wide(params[0]), compiles and _compiles_on(params[0])
+        dtype = wide(params[0])
+        compiled = _compiled() if compiles and weights[0].device.type == "cpu" else None
         together: list[_Piece] = []
         for param, state, one, given, scale in zip(params, states, flat, gradients, scales, strict=True):
             if "residual" not in state:
@@ -121,8 +122,8 @@ class ThresholdAdam(ExactStateOptimizer):
             if codes.dim() > 1:  # sharded
                 codes = local_row(codes, [-(-size // 2)])
             piece = _Piece(*_halves(one), *_halves(given.to(dtype)), codes, scale / level)
-            if compiles and size >= _COMPILED_FROM and size % 2 == 0:
-                _compiled()(*piece[:-1], torch.tensor([piece.scale, rate * level], dtype=dtype))
+            if compiled and size >= _COMPILED_FROM and size % 2 == 0:
+                compiled(*piece[:-1], torch.tensor([piece.scale, rate * level], dtype=dtype))
             elif size:  # else sharded, and this rank has nothing of it
                 together.append(piece)
         for pieces in _chunks(together):
@@ -204,17 +205,9 @@ def _levels(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    return torch.compile(_move_halves, dynamic=True)
-
-
-def _compiles_on(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and _compiler() is not None
-
-
-@cache
-def _compiler() -> str | None:
-    return which("c++") or which("g++") or which("clang++")
+def _compiled() -> Callable[..., None] | None:
+    """None without a C++ compiler."""
+    return torch.compile(_move_halves, dynamic=True) if any(map(which, ("c++", "g++", "clang++"))) else None
 
 
 def _chunks(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
