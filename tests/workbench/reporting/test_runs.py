@@ -318,7 +318,8 @@ def test_a_run_named_twice_and_a_page_that_cannot_be_written_are_refused(runs, t
 
 
 def test_without_matplotlib_the_page_says_what_to_install_in_place_of_figures(runs, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.ticker", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     page = page_of(tmp_path, runs / "sgd")
     assert page.text.count("figures need matplotlib; run pip install 'dp-microadam[plots]'.") == 3
     assert "12 of 12" in page.text

@@ -213,9 +213,9 @@ def _plot(lines: Sequence[tuple[Points, Style, str]], y_label: str, x_label: str
     """A figure of these lines, with markers on about ten points of each, and its axes; None if there are no points."""
     if not any(points for points, _, _ in lines):
         return None
+    figure, axes = new_figure(_HEIGHT)
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure, axes = new_figure(_HEIGHT)
     for points, style, label in lines:
         if points:
             axes.plot(
