@@ -280,29 +280,16 @@ def _refuse_mismatch(
             )
 
 
-def bias_correction(beta: float, step: int, window: int, choice: str) -> float:
-    """The factor of the window's sum Σ βᵃ·row, for a choice of ``bias_correction``.
-
-    The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β). ``"paper"`` nevertheless divides by 1 − βᵗ,
-    so that moments shrink during the first steps, down to 1 − βᵐ times a weighted mean. ``"window"`` makes the moments the
-    weighted mean itself.
-
-    >>> def factors(choice: str) -> list[float]:
-    ...     return [round(bias_correction(0.9, step, 10, choice), 3) for step in (1, 10, 1000)]
-    >>> factors("paper"), factors("window")
-    ([1.0, 0.154, 0.1], [1.0, 0.154, 0.154])
-    """
-    terms = step if choice == "paper" else min(step, window)
-    return float((1 - beta) / (1 - beta**terms))
-
-
 def _factors(state: State, group: dict[str, Any]) -> list[list[float]]:
-    """By which values, and their squares, in each row of the window are multiplied."""
-    step, window, found = int(state["step"]), group["window"], []
-    for beta in group["betas"]:
-        factor = bias_correction(beta, step, window, group["bias_correction"])
-        found.append([factor * beta ** ((step - 1 - slot) % window) for slot in range(window)])
-    return found
+    """By which values, and their squares, in each row of the window are multiplied: βᵃᵍᵉ·(1 − β)/(1 − βᵗ).
+
+    The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β), so that moments shrink during the first steps,
+    down to 1 − βᵐ times a weighted mean. With ``bias_correction="window"`` t ends at m: moments are the weighted mean itself.
+    """
+    step, window = int(state["step"]), group["window"]
+    terms = step if group["bias_correction"] == "paper" else min(step, window)
+    ages = [(step - 1 - slot) % window for slot in range(window)]
+    return [[beta**age * (1 - beta) / (1 - beta**terms) for age in ages] for beta in group["betas"]]
 
 
 def _kernel_for(weight: Tensor, group: dict[str, Any]) -> Any:
