@@ -174,10 +174,7 @@ class PrivateStep:
         check(self, self._data, users)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of the checkpoint that this state was saved in, if it is the one in ``run_dir``; or PrivacyError.
-
-        Steps after it are lost and stay spent.
-        """
+        """Continue the run in ``run_dir`` from its checkpoint with this state, or PrivacyError; later steps stay spent."""
         self.account.load_state_dict(state)
         self.continued()
 
