@@ -78,6 +78,7 @@ def test_other_ids_are_refused(ids):
         np.array(["a", None]).astype(str),
         np.array(["a", float("nan")], object),
         ["a", ""],
+        ["a", "NULL"],
         np.array(["a", " "], object),
         ["a", "a\0"],
         np.array(["a", "a\0"], object),

@@ -147,8 +147,8 @@ def _together(counts: Integers, most: int, physical_batch_size: int) -> Iterator
         waiting = rest
 
 
-_NOBODY = ("", "nan", "NaN", "None", "NaT", "<NA>")
-"""What missing ids become when an array or a table of strings is made of them."""
+_NOBODY = ("", "nan", "none", "nat", "<na>", "null", "n/a")
+"""What missing ids become when an array or a table of strings is made of them, in any case."""
 
 
 def _as_ids(users: Any) -> NDArray[Any]:
@@ -168,7 +168,7 @@ def _as_ids(users: Any) -> NDArray[Any]:
     texts = users if isinstance(users, Sequence) else found
     if found.ndim == 1 and found.dtype.kind in "OUS" and all(isinstance(one, str | bytes) for one in texts):
         plain = [one if isinstance(one, str) else one.decode("latin-1") for one in texts]
-        if any(one.endswith("\0") or one.strip() in _NOBODY for one in plain):
+        if any(one.endswith("\0") or one.strip().lower() in _NOBODY for one in plain):
             raise InputError("users holds ids that are empty, say 'nan' or 'None', or end in NUL; give every user another id")
         found = found.astype(str) if found.dtype == object and all(isinstance(one, str) for one in texts) else found
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iuUS":
