@@ -12,17 +12,16 @@ own, from its privacy loss distribution.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from measuring import add_options, deliver
 from torch import Tensor, nn
 
 from dp_microadam import PrivacyPlan, PrivateTrainer, RecordSettings, methods
 from dp_microadam.accounting.trade_off import trade_off
-from dp_microadam.durable_files import write_text_durably
 from dp_microadam.workbench import data
 from dp_microadam.workbench.data import Preparation
 from dp_microadam.workbench.reporting.figures import STYLES, add_legend, new_figure, save_png
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw both attacks and the bound into this file")
-    parser.add_argument("--out", type=Path, help="write the figures of all seeds to this JSON file")
+    add_options(parser)
     options = parser.parse_args()
     rows, results = [], []
     at = [int(np.searchsorted(RATES, rate)) for rate in (0.01, 0.1)]
@@ -124,8 +123,7 @@ def main() -> None:
         means = np.mean(rows, axis=0)
         labels = ("trained without privacy", f"trained with ε = {options.epsilon:g}", f"bound of ε = {options.epsilon:g}")
         draw(dict(zip(labels, means, strict=True)), options.picture)
-    if options.out is not None:
-        write_text_durably(options.out, json.dumps({"results": results}, indent=1) + "\n")
+    deliver(options, "leak", results)
 
 
 if __name__ == "__main__":

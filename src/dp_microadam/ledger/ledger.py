@@ -21,6 +21,7 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -424,7 +425,9 @@ class PrivacyLedger:
             else:
                 reason = f"cannot be locked ({error.strerror}); put the run's folder on a file system with locks"
             raise PrivacyError(f"{path} {reason}") from None
-        self._closed, self._unsynced = False, False
+        self._closed = False
+        self._syncing: Future[None] | None = None
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         _close_in_forked_children(self)
         try:
             self._identity = _identity(path)
@@ -511,8 +514,9 @@ class PrivacyLedger:
         """Record one more step as spent, and return its number once the record is on disk.
 
         ``phase`` is the name of the step's phase, for runs with several under one plan, ``processes`` how many take the step
-        together. With ``wait=False`` it returns once the record is written: call :meth:`sync` before anything of the step
-        leaves the process. After a PrivacyError the step must not be taken.
+        together. With ``wait=False`` it returns once the record is written, while another thread syncs it, which takes
+        milliseconds on many disks: call :meth:`sync` before anything of the step leaves the process. After a PrivacyError the
+        step must not be taken.
         """
         if self._closed:
             raise PrivacyError(
@@ -537,24 +541,25 @@ class PrivacyLedger:
             self.head = head
         except OSError as error:
             raise self._not_taken(step, error) from error
-        self._unsynced = True
+        self._syncing = self._syncer.submit(os.fsync, self._file)
         if wait:
             self.sync()
         return step
 
     def sync(self) -> None:
         """Return once the last recorded step is on disk; after a PrivacyError its result must not be used."""
+        syncing, self._syncing = self._syncing, None
         try:
-            if self._unsynced:
-                os.fsync(self._file)
+            if syncing is not None:
+                syncing.result()
         except OSError as error:
             raise self._not_taken(self.steps - 1, error) from error
-        self._unsynced = False
 
     def close(self) -> None:
         """Close and unlock the file. Closing twice is allowed."""
         if not self._closed:
-            self._closed, self._unsynced = True, False
+            self._closed = True
+            self._syncer.shutdown()  # which waits for a sync that is under way
             os.close(self._file)
 
     def __enter__(self) -> PrivacyLedger:
@@ -662,7 +667,7 @@ def _close_in_forked_children(ledger: PrivacyLedger) -> None:
         inherited = reference()
         if inherited is not None and not inherited._closed:
             inherited._closed = True
-            os.close(inherited._file)
+            os.close(inherited._file)  # the thread that syncs is not there
 
     os.register_at_fork(after_in_child=close_inherited)
 
