@@ -21,8 +21,7 @@ CLAIM = PrivacyPlan(dataset_size=SIZE, batch_size=BATCH, noise_multiplier=SIGMA,
 
 def check(library: str) -> Finding:
     def deviations(size: int) -> list[float]:
-        published = LOOPS[library](rows(size, WIDTH), BATCH, REPETITIONS, SIGMA)
-        return [float(gradient.std()) for _, gradient, _ in published]
+        return [float(gradient.std()) for _, gradient, _ in LOOPS[library](rows(size, WIDTH), BATCH, REPETITIONS, SIGMA)]
 
     full, less = deviations(SIZE), deviations(SIZE - 1)
     alarms = sum(one > THRESHOLD for one in full)

@@ -51,8 +51,9 @@ COUNTS = [3, 1, 2, 3]
 def assert_agrees():
     """As the fixture of this name for examples: the engine's sums and norms of users are the twin's."""
 
-    def check(model, batch, *, strategies=(None, "ghost", "keep", "drop"), loss=random_loss) -> None:
+    def check(model, batch, *, strategies=(None, "ghost", "keep", "drop"), loss=random_loss, then=lambda: None) -> None:
         randomize(model)
+        then()
         weights = means_over(COUNTS, 3)
         # Some models compute a softmax in float32 whatever they are in: a third of a rounded number is another one.
         for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):

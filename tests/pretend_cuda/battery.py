@@ -232,12 +232,8 @@ def watching() -> None:
         lambda: here[mask],
         torch.cuda.synchronize,
     )
-    silent = (
-        lambda: here + 1,
-        lambda: here + torch.tensor(2.0),
-        lambda: here.masked_fill(mask, 0.0),
-        lambda: host.sum().item(),
-    )
+    numbers = (lambda: here + 1, lambda: here + torch.tensor(2.0))
+    silent = (*numbers, lambda: here.masked_fill(mask, 0.0), lambda: host.sum().item())
     for calls, expected in ((waiting, 1), (silent, 0)):
         for call in calls:
             with Watch() as watch:

@@ -23,23 +23,18 @@ def test_the_newest_comes_back_and_old_ones_go(tmp_path):
     assert torch.equal(found["model"]["weight"], torch.full((1000,), 20.0))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "another header"])
-def test_a_damaged_checkpoint_is_recognised_and_the_one_before_is_used(tmp_path, damage):
+def test_a_checkpoint_with_any_bit_changed_or_cut_anywhere_is_not_used_but_the_one_before(tmp_path):
     folder = CheckpointFolder(tmp_path)
     folder.write(1, content(1))
     newest = folder.write(2, content(2))
-    whole = bytearray(newest.read_bytes())
-    if damage == "flip":
-        whole[len(whole) // 2] ^= 1
-    elif damage == "truncate":
-        del whole[-1:]
-    elif damage == "empty":
-        whole.clear()
-    else:
-        whole[0] ^= 1
-    newest.write_bytes(whole)
-    position, found, damaged = folder.newest()
-    assert (position, found["updates"], damaged) == (1, 1, [newest.name])
+    whole = newest.read_bytes()
+    for place in range(0, len(whole), 11):
+        newest.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        position, found, damaged = folder.newest()
+        assert torch.equal(found["model"]["weight"], content(position)["model"]["weight"])
+        assert (found["updates"], damaged) == (position, [] if position == 2 else [newest.name])  # or it was of the padding
+        newest.write_bytes(whole[:place])
+        assert folder.newest()[::2] == (1, [newest.name])
 
 
 def test_without_a_usable_checkpoint_it_says_which_are_damaged(tmp_path):

@@ -95,7 +95,9 @@ class Clip:
         for examples, weights in chunks:
             with at_stage(LOSS):
                 engine.accumulate(examples, weights)
-            for number, values in enumerate(self._measured(examples)):
+            for number, measure in enumerate(self._measures.values()):
+                with torch.no_grad():
+                    values = measure(self._model, examples)
                 values = values if weights is None else (values.view_as(weights) * weights).sum(1)
                 totals[number] += float(values.sum())
                 count += len(values) if number == 0 else 0
@@ -120,33 +122,24 @@ class Clip:
         self._checked.clear()
         self._freeze_all_but(None)
 
-    @torch.no_grad()
-    def _measured(self, batch: Any) -> list[Tensor]:
-        return [measure(self._model, batch) for measure in self._measures.values()]
-
     def _new(self, phase: Phase) -> ClippedGradients | UnclippedGradients:
         self._freeze_all_but(phase.trainable)
+        kind: Callable[..., ClippedGradients] = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
         try:
-            return self._make(phase)
+            if not self._private and phase.query != ROW_NORMS:
+                return UnclippedGradients(self._model, self._loss)
+            return kind(
+                self._model,
+                self._loss,
+                max_grad_norm=self._settings.max_grad_norm if self._private else _NO_BOUND,
+                clipping=self._settings.clipping,
+                synthetic_batch=self._settings.synthetic_batch,
+                strategy=self._performance.strategy,
+                autocast=self._performance.autocast,
+            )
         except BaseException:
             self._freeze_all_but(None)  # a model that is refused is left as it was
             raise
-
-    def _make(self, phase: Phase) -> ClippedGradients | UnclippedGradients:
-        kind: Callable[..., ClippedGradients] = ClippedRowNorms if phase.query == ROW_NORMS else ClippedGradients
-        if not self._private:
-            if phase.query == ROW_NORMS:
-                return kind(self._model, self._loss, max_grad_norm=_NO_BOUND)
-            return UnclippedGradients(self._model, self._loss)
-        return kind(
-            self._model,
-            self._loss,
-            max_grad_norm=self._settings.max_grad_norm,
-            clipping=self._settings.clipping,
-            synthetic_batch=self._settings.synthetic_batch,
-            strategy=self._performance.strategy,
-            autocast=self._performance.autocast,
-        )
 
     def _freeze_all_but(self, trainable: frozenset[str] | None) -> None:
         for name, parameter in self._model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -147,7 +148,7 @@ def _phases_in_words(phases: Sequence[Phase]) -> list[str]:
     """The phases of a run with several, in words for its privacy statement."""
     if len(phases) == 1:
         return []
-    steps: dict[str, int] = {}
+    steps: Counter[str] = Counter()
     for phase in phases:
-        steps[phase.name] = steps.get(phase.name, 0) + phase.steps
+        steps[phase.name] += phase.steps
     return ["steps of each phase (" + ", ".join(f"{name} {count}" for name, count in steps.items()) + ")"]
