@@ -45,7 +45,7 @@ class PrivateTrainer:
         privacy, performance: settings of :class:`~dp_microadam.PrivateStep`, as ``prepare`` (for evaluation too), ``augment``,
             ``max_steps`` and ``ranks`` are.
         record: when to evaluate and to write checkpoints, and what to show.
-        callbacks: called with a :class:`StepReport` on every rank: once before the first step, and after each.
+        callbacks: one or several, called with a :class:`StepReport` on every rank: once before the first step, and after each.
 
     Formal guarantees: those of :class:`~dp_microadam.PrivateStep`, for everything the run writes or shows: weights, averages,
     checkpoints, logs, and metrics on validation data that is not part of the training data. Excepted are timing, whether a
@@ -68,7 +68,7 @@ class PrivateTrainer:
         prepare: Callable[[Any], Any] | None = None,
         augment: Callable[[Any], Any] | None = None,
         max_steps: int | None = None,
-        callbacks: Iterable[Callable[[StepReport], None]] = (),
+        callbacks: Callable[[StepReport], None] | Iterable[Callable[[StepReport], None]] = (),
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks_here() if ranks is None else ranks
@@ -76,7 +76,7 @@ class PrivateTrainer:
         self.settings = RecordSettings() if record is None else record
         if not isinstance(self.settings, RecordSettings):
             raise InputError(f"record is a {type(record).__name__}; it must be a RecordSettings")
-        self.callbacks = tuple(callbacks)
+        self.callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
         self.shown = self.settings.show_progress and self.ranks.main
         measures = {"accuracy": accuracy} if accuracy else {}
         folder = self.ranks.from_main(lambda: default_folder("run") if run_dir is None else Path(run_dir))
