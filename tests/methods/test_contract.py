@@ -20,6 +20,7 @@ VARIANTS = {
     "dense error": ("dp-microadam", {"quantize": False}, {}, 3e-3),
     "tensor scope": ("dp-microadam", {"scope": "tensor"}, {}, 3e-3),
     "window's bias": ("dp-microadam", {"bias_correction": "window"}, {}, 3e-2),
+    "no warm-up": ("dp-microadam", {"bias_correction": "steady"}, {}, 3e-3),
     "density 0.1 %": ("dp-microadam", {"density": 0.001}, {}, 3e-3),
     "density 100 %": ("dp-microadam", {"density": 1.0}, {}, 3e-3),
     "dp-sgd": ("dp-sgd", {}, {}, 2.0),

@@ -22,7 +22,7 @@ from dp_microadam import InputError, MicroAdam, ThresholdAdam
 
 OPTIONS = {
     "kernel": {"density": 0.1, "weight_decay": 0.01},
-    "plain": {"density": 0.1, "window": 3, "fused": False},
+    "plain": {"density": 0.1, "window": 3, "bias_correction": "steady", "fused": False},
     "tensor": {"density": 0.1, "scope": "tensor", "quantize": False},
 }
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dp_microadam import InputError
 from dp_microadam.optimizers import threshold_adam
@@ -158,29 +156,14 @@ def test_the_state_is_half_a_byte_per_parameter():
     assert optimizer.state_bytes() <= 0.501 * weight.numel()
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operators that would be kernels on a GPU: all but views, and but those of numbers, which are on the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
-        is_view = func.is_view or func.overloadpacket.__name__ in ("_unsafe_view", "lift_fresh", "_local_scalar_dense")
-        self.count += not is_view and any(tensor.dim() for tensor in tensors)
-        return result
-
-
-def test_launches_do_not_grow_with_the_number_of_tensors_and_are_at_most_twenty():
+def test_launches_do_not_grow_with_the_number_of_tensors_and_are_at_most_twenty(launches_of):
     counts = []
     for tensors in (2, 40):
         params = parameters([(3, 5)] * tensors)
         optimizer = ThresholdAdam(params)
         give(params, 0)
         optimizer.step()
-        with Launches() as launches:
-            optimizer.step()
-        counts.append(launches.count)
+        counts.append(launches_of(optimizer))
     assert counts[0] == counts[1] <= 20
 
 

@@ -20,7 +20,8 @@ With ``quantize=False`` values and residual are float32: the algorithm without r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ class MicroAdam(ExactStateOptimizer):
         quantize: keep the residual in 4 bits and selected values in bfloat16; ``False`` keeps both in float32, as in the
             paper's experiments.
         bias_correction: ``"paper"`` divides moments by 1 − βᵗ although the window forgets, so that v̂ settles near
-            ``window``·(1 − β₂) of its dense value, and steps grow over the first few thousand; ``"window"`` divides by
-            1 − β^min(t, window), which needs 6.5 times the learning rate.
+            ``window``·(1 − β₂) of its dense value, and steps grow over the first few thousand; ``"steady"`` takes steps of that
+            final size from the start; ``"window"`` divides by 1 − β^min(t, window), which needs 6.5 times the learning rate.
         fused: use the compiled kernel where it can run: float32 parameters on the CPU, Numba installed, ``scope="block"`` and
             ``quantize=True``. Plain torch computes everything else.
 
@@ -100,7 +101,7 @@ class MicroAdam(ExactStateOptimizer):
         require_in_open_closed("density", options["density"], 0.0, 1.0)
         require_integer("window", options["window"], 1)
         require_one_of("scope", options["scope"], ("block", "tensor"))
-        require_one_of("bias_correction", options["bias_correction"], ("paper", "window"))
+        require_one_of("bias_correction", options["bias_correction"], ("paper", "steady", "window"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,15 +109,17 @@ class MicroAdam(ExactStateOptimizer):
         loss = evaluate(closure)
         prepared = [(group, list(self._tensors(group))) for group in self.param_groups]  # nothing has changed if one is refused
         for group, tensors in prepared:
+            if tensors and group["weight_decay"]:
+                torch._foreach_mul_([one[0] for one in tensors], 1 - float(group["lr"]) * group["weight_decay"])
+            rest = []
             for weight, gradient, state in tensors:
                 state["step"] += 1
-                if group["weight_decay"]:
-                    weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
                 kernel = _kernel_for(weight, group)
-                if kernel is not None:
+                if kernel is None:
+                    rest.append((weight, gradient, state))
+                else:
                     kernel.update(weight, gradient, state, group, _factors(state, group), _layout_of(group, BLOCK).per_block)
-                elif weight.numel():  # of a sharded one this rank may have nothing
-                    _update(weight, gradient, state, group)
+            _update_together(rest, group)
         return loss
 
     def _tensors(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, State]]:
@@ -184,8 +187,11 @@ class MicroAdam(ExactStateOptimizer):
         if not self.state.get(param):
             return None
         state, group, own = self._state_of(param), self._group_of(param), local_shard(param)
-        rows = [_moments(state, group, rows)[1] for rows in _layout_of(group, own.numel()).rows]
-        return torch.cat([*rows, own.new_zeros(0, dtype=torch.float32)]).view(own.shape)
+        found = own.new_zeros(own.numel(), dtype=torch.float32)
+        for rows in _layout_of(group, len(found)).rows:
+            batch = _Batch([_Part(found[rows.span], found, state, rows)], group)
+            batch.write([found[rows.span]], batch.moments()[1])
+        return found.view(own.shape)
 
     def _state_of(self, param: Tensor) -> State:
         return self._local_state(param, self._group_of(param)) if self.state.get(param) else {}
@@ -285,11 +291,16 @@ def _factors(state: State, group: dict[str, Any]) -> list[list[float]]:
 
     The window holds only the terms β⁰ … β^(m−1), which sum to (1 − βᵐ)/(1 − β), so that moments shrink during the first steps,
     down to 1 − βᵐ times a weighted mean. With ``bias_correction="window"`` t ends at m: moments are the weighted mean itself.
+    ``"steady"`` multiplies that by 1 − βᵐ from the first step on.
     """
-    step, window = int(state["step"]), group["window"]
-    terms = step if group["bias_correction"] == "paper" else min(step, window)
+    step, window, choice = int(state["step"]), group["window"], group["bias_correction"]
+    terms = step if choice == "paper" else min(step, window)
     ages = [(step - 1 - slot) % window for slot in range(window)]
-    return [[beta**age * (1 - beta) / (1 - beta**terms) for age in ages] for beta in group["betas"]]
+    factors = []
+    for beta in group["betas"]:
+        limit = 1 - beta**window if choice == "steady" else 1.0
+        factors.append([beta**age * (1 - beta) * limit / (1 - beta**terms) for age in ages])
+    return factors
 
 
 def _kernel_for(weight: Tensor, group: dict[str, Any]) -> Any:
@@ -307,42 +318,110 @@ def _kernel() -> Any:
     return micro_adam_kernel
 
 
-def _update(weight: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> None:
-    """Lines 6–14 of Algorithm 1 in plain torch."""
-    flat = weight.reshape(-1)  # a copy where it is not contiguous
-    gradient = gradient.reshape(-1)
-    slot = (int(state["step"]) - 1) % group["window"]
-    for rows in _layout_of(group, len(flat)).rows:
-        a = gradient[rows.span].to(torch.float32, copy=True)
-        if group["quantize"]:  # line 6
-            codes, bounds = state["codes"][rows.buckets], state["bounds"][:, rows.buckets]
-            a += dequantize(codes, bounds)[: len(a)]
-        else:
-            a += state["error"][rows.span]
-        blocks = a.view(rows.blocks, rows.length)
-        selected = blocks.abs().topk(rows.kept, dim=1).indices  # line 7
-        state["indices"][slot, rows.columns] = selected.view(-1).to(state["indices"].dtype)  # line 8
-        state["values"][slot, rows.columns] = blocks.gather(1, selected).view(-1).to(state["values"].dtype)
-        blocks.scatter_(1, selected, 0.0)  # line 9
-        if group["quantize"]:  # lines 10 and 11
-            new_codes, new_bounds = quantize(a)
-            codes.copy_(new_codes)
-            bounds.copy_(new_bounds)
-        else:
-            state["error"][rows.span] = a
-        first, second = _moments(state, group, rows)
-        flat[rows.span] -= first.mul_(float(group["lr"])).div_(second.sqrt_().add_(group["eps"]))  # line 14
-    if not weight.is_contiguous():
+class _Part(NamedTuple):
+    """Blocks of a tensor: flat views of its weights and gradient there, and the state of all of it."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: State
+    rows: _Rows
+
+
+def _update_together(tensors: Iterable[tuple[Tensor, Tensor, State]], group: dict[str, Any]) -> None:
+    """Plain torch: blocks of similar length at once, so that the number of launches does not grow with that of tensors."""
+    batches: dict[Any, list[_Part]] = defaultdict(list)
+    counts: dict[Any, int] = Counter()
+    copies = []
+    for weight, gradient, state in tensors:
+        flat, flat_gradient = weight.reshape(-1), gradient.reshape(-1)  # copies where they are not contiguous
+        if not weight.is_contiguous():
+            copies.append((weight, flat))
+        for rows in _layout_of(group, len(flat)).rows:
+            width = 1 << max(9, (rows.length - 1).bit_length() | 1)  # 512, 2,048, 8,192, 32,768, and so on for whole tensors
+            kind = weight.device, weight.dtype, gradient.dtype, width
+            counts[kind] += rows.blocks
+            if kind in batches and counts[kind] * max(BLOCK, width) > BLOCK * _ROWS_AT_ONCE:
+                _Batch(batches.pop(kind), group).update()
+                counts[kind] = rows.blocks
+            batches[kind].append(_Part(flat[rows.span], flat_gradient[rows.span], state, rows))
+    for batch in batches.values():
+        _Batch(batch, group).update()
+    for weight, flat in copies:
         weight.copy_(flat.view(weight.shape))
 
 
-def _moments(state: State, group: dict[str, Any], rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Lines 12 and 13: m̂ and v̂ of the coordinates of some blocks, dense."""
-    within = state["indices"][:, rows.columns].long()
-    indices = within + torch.arange(within.shape[1], device=within.device) // rows.kept * rows.length
-    values = state["values"][:, rows.columns].float()
-    first, second = values.new_zeros(2, rows.blocks * rows.length).unbind()
-    for slot, (factor, of_square) in enumerate(zip(*_factors(state, group), strict=True)):
-        first.index_add_(0, indices[slot], values[slot], alpha=factor)
-        second.index_add_(0, indices[slot], values[slot].square(), alpha=of_square)
-    return first, second
+class _Batch:
+    """Blocks that are updated at once: rows of one matrix, in which shorter ones are padded."""
+
+    def __init__(self, parts: Sequence[_Part], group: dict[str, Any]) -> None:
+        self.parts, self.group = parts, group
+        self.length = -(-max(part.rows.length for part in parts) // BUCKET) * BUCKET
+        self.most = max(part.rows.kept for part in parts)
+        self.selected = sum(part.rows.blocks * part.rows.kept for part in parts)
+        table: list[list[float]] = []  # what differs between blocks, in one tensor, since a device waits for each
+        for part in parts:
+            first, second = _factors(part.state, group)
+            table += [[part.rows.length, part.rows.kept, *first, *second]] * part.rows.blocks
+        uploaded = torch.tensor(table, dtype=torch.float64).to(parts[0].weight.device, non_blocking=True)
+        self.lengths, self.kept = uploaded[:, :2].long().unbind(1)
+        self.factors = uploaded[:, 2:].float().T
+
+    def update(self) -> None:
+        """Lines 6–14 of Algorithm 1."""
+        parts, group, buckets = self.parts, self.group, self.length // BUCKET
+        absent = torch.arange(self.length, device=self.kept.device) >= self.lengths.unsqueeze(1)
+        a = self.read([part.gradient for part in parts], self.length).float().view(absent.shape)
+        if group["quantize"]:  # line 6
+            codes = [part.state["codes"][part.rows.buckets] for part in parts]
+            bounds = [[part.state["bounds"][end, part.rows.buckets] for part in parts] for end in (0, 1)]
+            ends = torch.stack([self.read(end, buckets) for end in bounds])
+            a += dequantize(self.read(codes, buckets), ends).view_as(a)
+        else:
+            errors = [part.state["error"][part.rows.span] for part in parts]
+            a += self.read(errors, self.length).view_as(a)
+        order = a.abs().masked_fill_(absent, -1.0).topk(self.most, dim=1).indices  # line 7, the largest first
+        values = a.gather(1, order)
+        for name, given in (("indices", order), ("values", values)):  # line 8
+            slots = [part.state[name][(int(part.state["step"]) - 1) % group["window"], part.rows.columns] for part in parts]
+            self.write(slots, given.to(slots[0].dtype).view(-1))
+        chosen = torch.arange(self.most, device=a.device) < self.kept.unsqueeze(1)
+        a.scatter_(1, order, values.masked_fill_(chosen, 0.0))  # line 9
+        if group["quantize"]:  # lines 10 and 11
+            last = a.gather(1, self.lengths.unsqueeze(1) - 1)  # fills the last bucket, whose bounds stay as they are
+            new_codes, new_bounds = quantize(torch.where(absent, last, a, out=a).view(-1, BUCKET))
+            self.write(codes, new_codes)
+            self.write(bounds[0], new_bounds[0])
+            self.write(bounds[1], new_bounds[1])
+        else:
+            self.write(errors, a.view(-1))
+        first, second = self.moments()
+        step = first.mul_(float(group["lr"])).div_(second.sqrt_().add_(group["eps"]))  # line 14
+        weights = [part.weight for part in parts]
+        self.write(weights, (self.read(weights, self.length) - step).to(weights[0].dtype))
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Lines 12 and 13: m̂ and v̂, dense."""
+        window, rows = self.group["window"], torch.arange(len(self.kept), device=self.kept.device)
+        starts = (rows * self.length).repeat_interleave(self.kept, output_size=self.selected)
+        factors = self.factors.repeat_interleave(self.kept, 1, output_size=self.selected)
+        indices = torch.cat([part.state["indices"][:, part.rows.columns] for part in self.parts], 1).long() + starts
+        values = torch.cat([part.state["values"][:, part.rows.columns] for part in self.parts], 1).float()
+        terms = torch.cat([values, values.square()]).mul_(factors)
+        first, second = terms.new_zeros(2, len(rows) * self.length).unbind()
+        for slot in range(window):
+            first.index_add_(0, indices[slot], terms[slot])
+            second.index_add_(0, indices[slot], terms[window + slot])
+        return first, second
+
+    def read(self, views: list[Tensor], per_block: int) -> Tensor:
+        """What the parts have, ``per_block`` entries for each block, with zeros behind shorter ones."""
+        zeros, pieces = views[0].new_zeros(per_block, *views[0].shape[1:]), []
+        for part, view in zip(self.parts, views, strict=True):
+            pieces += [view, zeros[: part.rows.blocks * per_block - len(view)]]
+        return torch.cat(pieces)
+
+    def write(self, views: list[Tensor], given: Tensor) -> None:
+        """The reverse; what is behind shorter blocks does not matter."""
+        per_block = len(given) // len(self.kept)
+        pieces = given.split([part.rows.blocks * per_block for part in self.parts])
+        torch._foreach_copy_(views, [piece[: len(view)] for piece, view in zip(pieces, views, strict=True)])

@@ -1,8 +1,8 @@
 """MicroAdam's CPU kernel: lines 6–14 of Algorithm 1, one block at a time, compiled by Numba.
 
-It computes what ``micro_adam._update`` computes, for a 4-bit residual and blocks of 32,768 coordinates. A block and all scratch
-memory fit into a core's second-level cache. Arrays come with their shapes, which ``MicroAdam`` has checked; indices are read
-from memory that others can write, so each is checked against the length of its block before it is used.
+It computes what ``micro_adam._Batch.update`` computes, for a 4-bit residual and blocks of 32,768 coordinates. A block and all
+scratch memory fit into a core's second-level cache. Arrays come with their shapes, which ``MicroAdam`` has checked; indices are
+read from memory that others can write, so each is checked against the length of its block before it is used.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, call-arg"

@@ -88,6 +88,8 @@ class MicroAdamReference(torch.optim.Optimizer):
         corrected = t if group["bias_correction"] == "paper" else min(t, m)
         m_hat = adam_stats(beta_1, state["window"], ages, corrected)  # line 12
         v_hat = adam_stats(beta_2, state["window"].square(), ages, corrected)  # line 13
+        if group["bias_correction"] == "steady":  # where the paper's correction arrives
+            m_hat, v_hat = m_hat * (1 - beta_1**m), v_hat * (1 - beta_2**m)
         if group["weight_decay"] != 0:
             theta.mul_(1 - group["lr"] * group["weight_decay"])
         theta.sub_((group["lr"] * m_hat / (group["eps"] + v_hat.sqrt())).view_as(theta))  # line 14

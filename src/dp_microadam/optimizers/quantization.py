@@ -16,20 +16,17 @@ LEVELS = 15
 """Steps between the smallest and the largest value of a bucket: 2⁴ − 1."""
 
 
-def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Q: the code ⌊(x − δ)/u + ½⌋ of every value, u = (Δ − δ)/15, packed in a row per bucket, and the bounds δ, Δ of each.
+def quantize(buckets: Tensor) -> tuple[Tensor, Tensor]:
+    """Q: the code ⌊(x − δ)/u + ½⌋ of every value, u = (Δ − δ)/15, packed, and the bounds δ, Δ of each row of 128.
 
-    ``values`` are flat; a last bucket that they do not fill is filled with the last of them, which leaves its bounds as they
-    are. Guarantees: each decoded value differs from its original by at most u/2, apart from float32 rounding.
+    Guarantees: each decoded value differs from its original by at most u/2, apart from float32 rounding.
 
-    >>> values = torch.zeros(128)
-    >>> values[:4] = torch.tensor([-7.0, 8.0, 0.4, 0.6])
+    >>> values = torch.zeros(1, 128)
+    >>> values[0, :4] = torch.tensor([-7.0, 8.0, 0.4, 0.6])
     >>> codes, bounds = quantize(values)
     >>> dequantize(codes, bounds)[:4].tolist(), codes.shape, bounds.tolist()
     ([-7.0, 8.0, 0.0, 1.0], torch.Size([1, 64]), [[-7.0], [8.0]])
     """
-    missing = -len(values) % BUCKET
-    buckets = (torch.cat([values, values[-1:].expand(missing)]) if missing else values).view(-1, BUCKET)
     bounds = torch.stack([buckets.amin(1), buckets.amax(1)])
     unit = (bounds[1] - bounds[0]).div_(LEVELS).unsqueeze(1)
     scaled = (buckets - bounds[0].unsqueeze(1)).div_(unit).add_(0.5).floor_()
