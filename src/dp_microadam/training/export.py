@@ -154,11 +154,11 @@ def export_run(
     with new_folder(output) as folder:
         with trainer.method.last_weights(trainer.model):
             save_weights(trainer.model.state_dict(), folder / WEIGHTS)
-        if average is not None:
-            save_weights(average.state_dict(), folder / AVERAGED_WEIGHTS)
-        if program:
-            with trainer.method.averaged(trainer.model):
-                deployed = deployment.deployed(trainer.model)
+        with trainer.method.averaged(trainer.model):
+            if average is not None:  # of trained parameters alone; the file has the frozen ones and the buffers too
+                save_weights(trainer.model.state_dict(), folder / AVERAGED_WEIGHTS)
+            deployed = deployment.deployed(trainer.model) if program else None
+        if deployed is not None:
             save_program(deployed, deployment.raw.example(), folder / PROGRAM, deployment.raw.free)
         write_text_durably(folder / CONTRACT, contract.to_json())
         # Anew from the ledger: what is published must not claim less than was spent.
@@ -180,8 +180,10 @@ def export_folder(run_dir: Path, output: Path, group_size: int = 1) -> None:
     statement = statement_in_words(report)
     with new_folder(output) as folder:
         save_weights(content["model"], folder / WEIGHTS)
-        if content["method"]["average"] is not None:
-            save_weights(content["method"]["average"], folder / AVERAGED_WEIGHTS)
+        if (average := content["method"]["average"]) is not None:
+            for name, value in average.items():  # in place, so that a shared parameter is averaged under all its names
+                content["model"][name].copy_(value)
+            save_weights(content["model"], folder / AVERAGED_WEIGHTS)
         write_privacy_report(folder, report, statement)
         lines = read_metrics(run_dir)
         measured = {key: value for key, value in (lines[-1] if lines else {}).items() if "validation" in key}

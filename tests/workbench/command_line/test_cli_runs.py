@@ -153,6 +153,22 @@ def test_exported_weights_load_in_plain_pytorch_by_the_card_s_own_code(finished_
     assert torch.equal(built["model"](images), model(images))
 
 
+@pytest.mark.parametrize("recipe_is_there", [True, False])
+def test_averaged_weights_of_a_partly_frozen_model_are_exported_with_the_frozen_ones(tmp_path, recipe_is_there):
+    from safetensors.torch import load_file
+
+    from dp_microadam.workbench import models
+
+    run, output = tmp_path / "run", tmp_path / "export"
+    assert main(["train", *QUICK, "--set", "method=dp-bitfit", "--set", "ema_decay=0.9", "--run-dir", str(run)]) == 0
+    if not recipe_is_there:
+        (run / "config.toml").unlink()
+    assert main(["export", str(run), "--output", str(output)]) == 0
+    averaged, last = (load_file(output / f"{name}.safetensors") for name in ("model_ema", "model"))
+    models.build("mlp", 10, (1, 28, 28)).load_state_dict(averaged)
+    assert 0 < sum(bool((averaged[name] != last[name]).any()) for name in last) < len(last)
+
+
 def test_an_export_states_what_the_ledger_says_not_what_was_written_before(finished_run, tmp_path):
     run, output = tmp_path / "run", tmp_path / "export"
     shutil.copytree(finished_run, run)
