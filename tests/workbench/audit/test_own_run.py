@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dp_microadam.accounting.costs import SubsampledGaussian
 from dp_microadam.errors import InputError
@@ -103,6 +104,18 @@ def test_an_honest_run_is_not_accused_and_what_the_audit_cannot_show_is_said(run
     assert told["epsilon"] == read_ledger(run).epsilon(accountant="pld")
     assert told["epsilon_bound"] <= told["epsilon"]
     assert (told["canaries"], told["violated"], told["curve_refuted"]) == (100, False, False)
+
+
+def test_the_weights_that_are_published_are_attacked(run, tmp_path, monkeypatch):
+    def scores(model, canaries, prepare):
+        attacked.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        return canary_scores(model, canaries, prepare)
+
+    attacked = []
+    monkeypatch.setattr("dp_microadam.workbench.audit.own_run.canary_scores", scores)
+    assert main(["audit", str(run), "--confidence", SURE]) == 0
+    assert main(["export", str(run), "--output", str(tmp_path / "export")]) == 0
+    torch.testing.assert_close(attacked[0], load_file(tmp_path / "export" / "model_ema.safetensors"), rtol=0, atol=0)
 
 
 @pytest.mark.slow

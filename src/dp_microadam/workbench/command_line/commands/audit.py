@@ -111,7 +111,8 @@ def _audit_own_run(options: argparse.Namespace) -> int:
             f"run {str(options.run_dir)!r} was trained without canaries; train with --set audit_canaries=1000 to audit it"
         )
     experiment.trainer.peek()  # loads the weights
-    scores = canary_scores(experiment.model, experiment.canaries, Preparation(experiment.data))
+    with experiment.best_weights():
+        scores = canary_scores(experiment.model, experiment.canaries, Preparation(experiment.data))
     record = read_ledger(options.run_dir)
     found = audit_own_run(
         experiment.canaries.present, scores, steps_alone(record.spent), record.plan.delta, confidence=options.confidence
