@@ -149,6 +149,10 @@ def test_the_expected_cost_is_shown_first_and_does_not_depend_on_the_draw(recipe
         ("tune.learning_rate=[-1.0]", "learning_rate is -1.0; it must be a number above 0"),
         ("tune.optimizer.densty=[0.1]", "recipe key optimizer.densty = 0.1 is unknown"),
         ("tune.method=['dp-sgd','non-private']", "recipe key optimizer.threshold = 2.0 is unknown"),
+        (
+            f"tune.learning_rate={[*range(1, 102)]} tune.distance={[*range(1, 101)]}".replace(", ", ","),
+            "tune has 40400 combinations; it must have at most 10000",
+        ),
         ("tune.ema_decay=[0,0.9]", "tune.ema_decay holds 0, which keeps no average to compare"),
         ("audit_canaries=1000", "audit_canaries is 1000, but tune is "),
         ("seed=3", "seed is 3, with which a run is not private; a search must be"),

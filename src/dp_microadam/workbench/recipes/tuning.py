@@ -6,6 +6,7 @@ Everything in it is public and must not be derived from private data. This modul
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,9 @@ _OF_THE_PLAN = (
     *("epsilon", "noise_multiplier", "steps", "delta", "accountant", "batch_size", "max_batch_size", "bands"),
     *("unit", "examples_per_user", "max_steps", "seed"),
 )
+
+_MOST_COMBINATIONS = 10_000
+"""Each is checked before the search begins, which takes a while."""
 
 
 def table(key: str, value: Any) -> dict[str, Any]:
@@ -93,6 +97,8 @@ def refuse_unsearchable(recipe: Recipe) -> None:
         reason = f"method is {recipe.method!r}" if not recipe.protected else f"seed is {recipe.seed}"
         raise InputError(f"{reason}, with which a run is not private; a search must be")
     listed = values_of(recipe)
+    if (count := math.prod(map(len, listed.values()))) > _MOST_COMBINATIONS:
+        raise InputError(f"tune has {count} combinations; it must have at most {_MOST_COMBINATIONS}")
     for combination in itertools.product(*listed.values()):
         one = with_values(recipe, dict(zip(listed, combination, strict=True)))
         if not one.protected:
