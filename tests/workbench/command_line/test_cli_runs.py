@@ -196,6 +196,17 @@ def test_export_refuses_to_overwrite(finished_run, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "export", "audit"])
+def test_a_folder_that_cannot_be_created_is_one_sentence(finished_run, tmp_path, capsys, monkeypatch, command):
+    file = tmp_path / "digit.png"
+    file.write_text("x")
+    monkeypatch.setattr("dp_microadam.workbench.audit.suite.audit_pipeline", None)  # is not reached
+    arguments = {"train": [*QUICK, "--run-dir"], "export": [str(finished_run), "--output"], "audit": ["--out"]}
+    assert main([command, *arguments[command], str(file / "x")]) == 2
+    told = capsys.readouterr().err
+    assert (str(file) in told, told.count("\n")) == (True, 1)
+
+
 def test_a_non_private_run_says_so_in_its_last_line(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", *QUICK, "--set", "method=non-private", "--run-dir", str(run)]) == 0

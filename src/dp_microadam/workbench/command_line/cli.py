@@ -89,6 +89,11 @@ def answer(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     except InputError as error:
         print(f"{_program_name()}: {error}", file=sys.stderr)
         return 2
+    except (NotADirectoryError, FileExistsError, PermissionError) as error:
+        if error.filename is None:
+            raise
+        print(f"{_program_name()}: {error.filename} cannot be used ({error.strerror}); name another path", file=sys.stderr)
+        return 2
     except DPMicroAdamError as error:
         print(f"{_program_name()}: {error}", file=sys.stderr)
         return 1

@@ -82,12 +82,14 @@ def run(options: argparse.Namespace) -> int:
         steps=_DEFAULT_STEPS if options.steps is None else options.steps,
         accountant="pld",
     )
+    folder = default_folder("audit") if options.out is None else options.out
+    folder.mkdir(parents=True, exist_ok=True)  # where it cannot be, the attacks would be in vain
     try:
         audit = audit_pipeline(plan, options.repetitions or profile.repetitions, confidence=options.confidence, tell=tell)
     except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
+        print("stopped; no result was written", file=sys.stderr)
         return INTERRUPTED
-    return _conclude(audit, default_folder("audit") if options.out is None else options.out, options, page=True)
+    return _conclude(audit, folder, options, page=True)
 
 
 def _audit_own_run(options: argparse.Namespace) -> int:
@@ -110,6 +112,8 @@ def _audit_own_run(options: argparse.Namespace) -> int:
         raise InputError(
             f"run {str(options.run_dir)!r} was trained without canaries; train with --set audit_canaries=1000 to audit it"
         )
+    folder = options.run_dir if options.out is None else options.out
+    folder.mkdir(parents=True, exist_ok=True)
     experiment.trainer.peek()  # loads the weights
     with experiment.best_weights():
         scores = canary_scores(experiment.model, experiment.canaries, Preparation(experiment.data))
@@ -117,7 +121,7 @@ def _audit_own_run(options: argparse.Namespace) -> int:
     found = audit_own_run(
         experiment.canaries.present, scores, steps_alone(record.spent), record.plan.delta, confidence=options.confidence
     )
-    return _conclude(found, options.run_dir if options.out is None else options.out, options, page=False)
+    return _conclude(found, folder, options, page=False)
 
 
 def _conclude(audit: Audit, folder: Path, options: argparse.Namespace, *, page: bool) -> int:
@@ -125,7 +129,6 @@ def _conclude(audit: Audit, folder: Path, options: argparse.Namespace, *, page: 
     from dp_microadam.workbench.reporting.report import write_report
     from dp_microadam.workbench.reporting.tables import confidence_in_words
 
-    folder.mkdir(parents=True, exist_ok=True)
     report = audit.to_dict()
     write_text_durably(folder / "audit.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     besides = {"page": str(write_report([folder], folder / _PAGE, files=False)[0])} if page else {}
