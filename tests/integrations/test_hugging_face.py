@@ -422,6 +422,7 @@ class Gathering(BertForSequenceClassification):
     def __init__(self, config):
         super().__init__(config)
         self.accuracy = torchmetrics.SumMetric()
+        self.metrics = {"train": [torchmetrics.MetricCollection([torchmetrics.SumMetric()])]}
         self.seen, self.tell = [], lambda model, logits: None
 
     def forward(self, input_ids, attention_mask=None, labels=None):
@@ -432,6 +433,7 @@ class Gathering(BertForSequenceClassification):
 
 TELLINGS = {
     "metric": (lambda model, logits: model.accuracy.update(logits.argmax(1).sum()), "attribute 'accuracy.sum_value'"),
+    "collection in a dict": (lambda model, logits: model.metrics["train"][0].update(len(logits)), "attribute 'metrics'"),
     "list": (lambda model, logits: model.seen.append(len(logits)), "attribute 'seen'"),
     "log": (lambda model, logits: model.trainer().log({"train_loss": 1.0}), r"\['train_loss'\] were logged"),
     "history": (lambda model, logits: model.trainer().state.log_history.append({}), "'trainer.state.log_history'"),
@@ -461,7 +463,7 @@ def test_figures_of_the_loss_reach_no_log(make, tmp_path, tell, sentence):
     with pytest.raises(PrivacyError, match=sentence):
         trainer.train()
     assert model.seen == model.writer.written == []
-    assert model.accuracy.compute() == 0
+    assert model.accuracy.compute() == model.metrics["train"][0]["SumMetric"].compute() == 0
     assert trainer.state.log_history == []
     assert not (tmp_path / "out" / "privacy").exists(), "refused before the first step"
 

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dp_microadam import InputError, Method, PrivacyError, PrivateTrainer, methods
@@ -350,15 +351,19 @@ class Telling(Classifier):
         super().__init__(network)
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
         self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MeanMetric()])
-        self.listed = [torchmetrics.SumMetric()]
+        self.listed = [torchmetrics.SumMetric(), torchmetrics.MetricCollection([torchmetrics.SumMetric()]), nn.BatchNorm1d(2)]
+        self.nested = {"a": {"b": {"c": [nn.Sequential(torchmetrics.SumMetric())]}}}
         self.losses, self.history, self.seen = [], defaultdict(list, loss=[]), {"examples": 0}
         self.calls, self.total, self.sums, self.count = 0, 0.0, torch.zeros(2), Counter()
         self.own_logger, self.tracker, self.tell = logger, SimpleNamespace(total=0.0, seen=[]), tell
 
     def gathered(self):
         figures = self.losses, dict(self.history), self.seen, self.calls, self.total, self.sums.tolist(), self.count
-        metrics = (self.accuracy, *self.several.values(), *self.listed)
-        return deepcopy((figures, vars(self.tracker), [metric._update_count for metric in metrics]))
+        modules = nn.ModuleList((self.accuracy, self.several, *self.listed, *self.nested["a"]["b"]["c"])).modules()
+        counts = [module._update_count for module in modules if isinstance(module, torchmetrics.Metric)]
+        return deepcopy(
+            (figures, vars(self.tracker), counts, self.listed[2].weight.tolist(), self.listed[2].running_mean.tolist())
+        )
 
     def per_example_loss(self, batch):
         losses = super().per_example_loss(batch)
@@ -378,6 +383,10 @@ WAYS = {
     "call of a metric": lambda module, losses: module.accuracy((losses > 1).long(), (losses > 2).long()),
     "metrics in a collection": lambda module, losses: module.several.update(torch.ones(len(losses))),
     "metric in a list": lambda module, losses: module.listed[0].update(len(losses)),
+    "collection in a list": lambda module, losses: module.listed[1].update(len(losses)),
+    "buffer in a list": lambda module, losses: module.listed[2].running_mean.add_(1.0),
+    "parameter in a list": lambda module, losses: module.listed[2].weight.detach().mul_(2.0),
+    "module in dicts": lambda module, losses: module.nested["a"]["b"]["c"][0][0].update(len(losses)),
     "list": lambda module, losses: module.losses.append(losses),
     "list in a dict": lambda module, losses: module.history["loss"].append(losses.mean()),
     "number in a dict": lambda module, losses: module.seen.update(examples=module.seen["examples"] + len(losses)),

@@ -26,6 +26,9 @@ from dp_microadam.training.evaluation import PerExample
 _OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes of every module: parameters, buffers, submodules, hooks. The first two are watched where gradients are clipped."""
 
+_HOOKS = _OF_TORCH - {"_parameters", "_buffers", "_modules"}
+"""Those not looked at in a module inside a list, dict or object, whose parameters and buffers nothing else watches."""
+
 _DEPTH = 4
 """Lists in dicts in lists … of an attribute that are looked at."""
 
@@ -47,9 +50,10 @@ class IsolatedLoss:
     loggers and callbacks: within the loss they cannot be used.
 
     Formal guarantees: in every module of the model, metrics among them, plain attributes hold what they held: numbers, tensors,
-    lists, sets and dicts, up to four levels deep, and attributes of objects. Numbers, lists and sets that changed, tensors
-    that were written to, and any use of a logger are refused; other attributes, such as a cache or the last activations, are
-    put back. Not seen are global variables, attributes of classes, objects inside objects, and files.
+    lists, sets and dicts, up to four levels deep, and attributes of objects. A module in any of these is kept with its
+    submodules, parameters and buffers. Numbers, lists and sets that changed, tensors that were written to, and any use of a
+    logger are refused; other attributes, such as a cache or the last activations, are put back. Not seen are
+    global variables, attributes of classes, objects inside objects, and files.
     """
 
     def __init__(self, loss: PerExample, host: Callable[[], Mapping[str, Any]], hidden: Collection[str]) -> None:
@@ -112,7 +116,9 @@ def _kept(name: str, owner: Any, depth: int, entered: set[int]) -> Iterator[_Kep
 
 
 def _containers(value: Any, depth: int, entered: set[int]) -> Iterator[Any]:
-    if depth == 0:
+    """Those in ``value``; all of a module, however deep it is found, as nothing else watches one that is no submodule."""
+    is_module = isinstance(value, nn.Module)
+    if depth == 0 and not is_module:
         return
     if isinstance(value, Tensor):
         if not value.is_inference():
@@ -125,13 +131,13 @@ def _containers(value: Any, depth: int, entered: set[int]) -> Iterator[Any]:
             if isinstance(one, (*_CONTAINERS, Tensor, nn.Module)):
                 yield from _containers(one, depth - 1, entered)
     elif id(value) not in entered and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO):
-        if depth < _DEPTH and not isinstance(value, nn.Module):  # an object inside an object
+        if depth < _DEPTH and not is_module:  # an object inside an object
             return
         entered.add(id(value))
         yield vars(value)
         for key, one in list(vars(value).items()):
-            if key not in _OF_TORCH and isinstance(one, (*_CONTAINERS, Tensor)):
-                yield from _containers(one, 1, entered)
+            if key not in _HOOKS:
+                yield from _containers(one, _DEPTH if is_module else 1, entered)
 
 
 class _Kept:
