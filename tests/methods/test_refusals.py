@@ -51,6 +51,10 @@ PUBLIC = PublicExamples(torch.zeros(1, 2), lambda model, batch: model(batch).sum
         (["method=scale-then-privatize", "optimizer.source=public"], "source is 'public', but no public examples are given"),
         (["method=scale-then-privatize", "optimizer.public=3"], "public is given, but source 'previous' does not use it"),
         (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=0"], "optimizer.public is 0"),
+        (
+            ["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=[1,2,3]"],
+            "optimizer.public is [1, 2, 3]; it must be a number",
+        ),
         (["method=scale-then-privatize", "optimizer.source=public", "optimizer.public=9999"], "only 400 examples are held out"),
         (["method=dp-microadam", "optimizer.density=2"], "density is 2"),
         (["method=dp-threshold", "optimizer.threshold=-1"], "threshold is -1"),

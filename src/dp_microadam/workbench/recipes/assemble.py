@@ -139,7 +139,7 @@ def _same(recipe: Recipe, *names: str) -> dict[str, Any]:
 
 
 def _with_defaults(recipe: Recipe, plan: PrivacyPlan | UnprotectedPlan, model: nn.Module) -> Recipe:
-    """The recipe with the values of all that it left out, so that a run goes on as it began under any later version."""
+    """The recipe with the values of all that it left out, as they are kept in its run folder."""
     distance = recipe.resolved_distance
     if distance is not None and recipe.distance is None and not recipe.tune:
         distance = default_distance(model, pretrained="pretrained" in recipe.model_options)
@@ -197,8 +197,9 @@ def _method(recipe: Recipe, model: nn.Module, data: LabelledData, steps: int) ->
 
 def public_examples(recipe: Recipe, data: LabelledData, chosen: Any) -> PublicExamples:
     """The first ``chosen`` of those that are held out, which the guarantee does not cover anyway."""
-    if isinstance(chosen, list) or chosen > size_of(data.validation):
-        held_out = size_of(data.validation)
+    if isinstance(chosen, list):
+        raise InputError(f"optimizer.public is {chosen}; it must be a number: how many of the held-out examples are public")
+    if chosen > (held_out := size_of(data.validation)):
         raise InputError(f"optimizer.public is {chosen}; only {held_out} examples are held out, it must be at most that")
     loss = next_token_loss if recipe.predicts_tokens else class_loss
     if isinstance(data.validation, tuple):

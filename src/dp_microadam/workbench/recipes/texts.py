@@ -115,7 +115,7 @@ class TextClassifier:
         recipe = experiment.recipe
         if recipe.predicts_tokens:
             raise InputError(
-                f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints what it writes"
+                f"model is {recipe.model!r}, which has no classes; run dp-microadam evaluate, which prints its perplexity"
             )
         return cls(experiment.best_model(), encoder_of(recipe), experiment.data.classes, _column(recipe))
 
