@@ -110,10 +110,11 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_predicted(export
     assert re.fullmatch(rf"{good}\t(bright|dark|striped)\t[01]\.\d{{4}}\n", captured.out)
 
 
-@pytest.mark.parametrize("place", ["", "photos"])
-def test_a_folder_that_is_no_model_is_one_sentence(exported, capsys, place):
+@pytest.mark.parametrize(("place", "told"), [("", ""), ("photos", ""), ("nowhere", "which does not exist")])
+def test_a_folder_that_is_no_model_is_one_sentence(exported, capsys, place, told):
     assert main(["predict", str(exported / place), "x.png"]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    said = capsys.readouterr().err
+    assert (told in said, said.count("\n")) == (True, 1)
 
 
 def own_trainer(folder, **options) -> PrivateTrainer:

@@ -1,6 +1,7 @@
 """Image files: how each is read, what is found in folders, whose each image is, and what happens to damaged ones."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -140,6 +141,7 @@ def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):
         (lambda root: os.rename(root / "train", root / "gone"), "lacks the folder train"),
         (lambda root: os.rename(root / "val", root / "gone"), "lacks the folder val"),
         (lambda root: (root / "train" / "ant" / "scan.DCM").write_text("x"), "scan.DCM is in a format that is not read"),
+        (lambda root: [shutil.rmtree(root / part / "bee") for part in ("train", "val")], "has a single class folder, ant"),
         (lambda root: (root / "val" / "cat").mkdir(), "cat is a class that .*train does not have"),
         (lambda root: [path.unlink() for path in (root / "val").rglob("*.png")], "val holds no images"),
     ],

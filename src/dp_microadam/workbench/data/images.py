@@ -131,6 +131,8 @@ def read_images(source: Source) -> Found:
     if expected not in (None, len(classes)):
         fault = f"{parts[0]} has {len(classes)} class folders, not the {expected} of the published data"
         problems.add(fault, "set verify_data=false if it is your own data")
+    elif len(classes) == 1:
+        problems.add(f"{parts[0]} has a single class folder, {classes[0]}", "it must have at least two, one for each class")
     for name in sorted(set().union(*others) - set(classes)):
         problems.add(f"{parts[1] / name} is a class that {parts[0]} does not have", "remove it, or add it there")
     found = [ImageFolder(place, *listing.images(part, classes), size, bit_depth) for part in parts]

@@ -67,6 +67,9 @@ def _line(name: str, outputs: list[float], classes: tuple[str, ...]) -> dict[str
 
 def _opened(folder: Path, trust: bool) -> tuple[Callable[..., Any], Any, tuple[str, ...]]:
     """The function of raw inputs, how files are read for it, and the names of its classes."""
+    if not folder.exists():
+        raise InputError(f"model is {str(folder)!r}, which does not exist; name a run folder, or one that export has written")
+
     from dp_microadam.training.export import CONTRACT, Contract
 
     if (folder / CONTRACT).is_file():
