@@ -1,7 +1,7 @@
 """Survival times: an LSTM reads a patient's made-up measurements, a series of any length, and predicts the risk of an event.
 
 Series are padded to one length, and the output at a patient's own last measurement is read. The likelihood of a patient needs
-nobody else: an exponential hazard, with patients who left early counted until then. Cox' partial likelihood compares patients
+nobody else: an exponential hazard, with patients who left early counted until then. Cox's partial likelihood compares patients
 with each other; it is refused.
 """
 

@@ -128,8 +128,8 @@ def meaning_in_words(found: Mapping[str, Any], delta: float) -> list[tuple[str, 
         ("Gaussian privacy", f"{mu_in_words(found)}; from the privacy loss distribution, not by a limit theorem"),
         (
             "Replacing one unit",
-            f"ε = {replaced} at δ = {delta:g} if one unit is exchanged for another, by privacy loss distribution; the same "
-            f"gives {added} for one that is added or removed",
+            f"ε = {replaced} at δ = {delta:g} if one unit is exchanged for another ({added} for adding or removing one), by "
+            "privacy loss distribution",
         ),
     ]
 

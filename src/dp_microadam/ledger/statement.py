@@ -153,8 +153,9 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         what = "Training, with the choice among runs, was" if "selection" in report else "Training was"
         opening = (
             f"PRIVATE. {what} {claim}-differentially private for {report['unit']}:\n"
-            "had that data not been there, the probability of any conclusion from the trained model would have been smaller\n"
-            f"or larger by a factor of at most e^ε = {_factor(report['epsilon'])}, apart from a chance of δ.\n"
+            f"had that {unit} not been in the training data, the probability of any conclusion from the trained model would\n"
+            f"have been smaller or larger by a factor of at most e^ε = {_factor(report['epsilon'])}, "
+            "apart from a chance of δ.\n"
         )
     else:
         opening = (
@@ -184,7 +185,7 @@ def statement_parts(report: dict[str, Any]) -> tuple[str, list[tuple[str, str]],
         ("ε of the whole plan", round_up(report["epsilon_planned"])),
         ("Randomness", report["randomness"]),
         ("Run", report["run"]),
-        ("Ledger's last hash", f"{report['ledger_head']}; budget --anchor finds it in a ledger that lacks none of these steps"),
+        ("Ledger's last hash", f"{report['ledger_head']}; budget --anchor finds it in a complete ledger"),
         ("Public by declaration", "; ".join(report["public_by_declaration"])),
         ("Versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]

@@ -163,7 +163,7 @@ def test_check_decodes_every_image_names_the_damaged_ones_and_says_what_a_folder
     assert capsys.readouterr().out.splitlines()[1:] == [
         "2 classes: a, b",
         "9 examples to train on, 1 examples held out, and 10 examples to test on",
-        "passed over 1 files that are no images by their names",
+        "skipped 1 file without an image extension",
     ]
     (tmp_path / "train" / "b" / "1.png").write_bytes(b"damaged")
     (tmp_path / "val" / "a" / "2.png").write_bytes((tmp_path / "val" / "a" / "0.png").read_bytes()[:-80])

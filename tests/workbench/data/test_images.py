@@ -89,7 +89,7 @@ def test_files_are_told_by_their_ending_whatever_its_case_and_the_test_part_by_i
     assert len(load(write(tmp_path, suffix=suffix, test=test)).test) == 6
 
 
-def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp_path):
+def test_files_without_an_image_extension_are_skipped_and_counted(tmp_path):
     write(tmp_path)
     for name in (".DS_Store", "Thumbs.db", "notes.txt", "more.txt", "._000.png", "jane-doe", "jane-roe", ".jane-doe"):
         (tmp_path / "train" / "ant" / name).write_bytes(b"x")
@@ -97,7 +97,7 @@ def test_files_that_are_no_images_by_their_names_are_passed_over_and_counted(tmp
     loaded = load(tmp_path)
     assert (len(loaded.train) + len(loaded.validation), len(loaded.test)) == (24, 6)
     assert loaded.classes == ("ant", "bee")
-    assert loaded.notes == ("passed over 9 files that are no images by their names",)
+    assert loaded.notes == ("skipped 9 files without an image extension",)
 
 
 def plain(root, users=10):
@@ -118,7 +118,7 @@ def test_a_folder_of_classes_alone_is_split_with_public_seeds(tmp_path):
     assert [len(part) for part in parts] == [17, 2, 5]
     assert len(set().union(*parts)) == 24
     assert paths(load(folder, split_seed=1).test) == paths(loaded.test)
-    assert "passed over 1 files" in loaded.notes[0]
+    assert "skipped 1 file " in loaded.notes[0]
 
 
 def test_all_problems_of_a_folder_are_listed_at_once(tmp_path):

@@ -49,7 +49,7 @@ def add_group_size(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="K",
-        help="also say ε for somebody with up to K examples, or for K users together (default: 1)",
+        help="also say ε for a person with up to K examples, or for K users together (default: 1)",
     )
 
 

@@ -138,7 +138,10 @@ def read_images(source: Source) -> Found:
     found = [ImageFolder(place, *listing.images(part, classes), size, bit_depth) for part in parts]
     _add_users(source, found)
     problems.refuse()
-    notes = [f"passed over {listing.passed_over} files that are no images by their names"] if listing.passed_over else []
+    notes = []
+    if listing.passed_over:
+        files = "file" if listing.passed_over == 1 else "files"
+        notes.append(f"skipped {listing.passed_over} {files} without an image extension")
     if len(found) == 1:
         divided = "" if found[0].users is None else ", divided by whose images they are,"
         notes.append(f"{place} has no test part of its own: a fifth of it{divided} is set aside for tests, and not protected")

@@ -306,7 +306,7 @@ def _print_plan(planned: _Planned, report: dict[str, Any]) -> None:
         share = more_than(plan.cap.units, plan.cap.population, plan.sample_rate)
         rows.append(("largest batch size", f"{plan.max_batch_size}, exceeded by a sample in {100 * share:.2g} % of the steps"))
     if size := report.get("group_size"):
-        whom = f"{size} {unit}s together" if named else f"somebody with up to {size} examples"
+        whom = f"{size} {unit}s together" if named else f"a person with up to {size} examples"
         rows.append((f"ε for {whom}", round_up(report["group_epsilon"], 4)))
     rows.append((f"ε for a {unit}" if named else "ε for one example" if size else "ε", round_up(plan.epsilon, 4)))
     rows += [("δ", f"{plan.delta:g}"), ("accountant", plan.accountant)]
