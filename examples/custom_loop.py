@@ -43,8 +43,8 @@ for gradients in step:  # record, sample, clip, add noise
     method.update(model, gradients)
     if step.position % 200 == 0:
         torch.save({"model": model.state_dict(), "method": method.state_dict(), "step": step.state_dict()}, checkpoint)
-step.write_privacy()
-step.close()
+step.close()  # writes what was spent
+method.finish(model)  # the averaged weights
 
 accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
 print(f"test accuracy {100 * accuracy:.1f} % at ε = {step.epsilon():.2f}, δ = {plan.delta:g}")

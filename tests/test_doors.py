@@ -74,6 +74,7 @@ def by_hugging_face(model, plan, data, folder):
         performance=CHUNKS,
     )
     trainer.train()
+    trainer.private_steps.step.method.finish(model)
     return trainer.private_steps.step.method, trainer.private_steps.plan
 
 
@@ -101,7 +102,8 @@ def by_lightning(model, plan, data, folder):
     steps = PrivateSteps(plan, data, run_dir=folder / "run", privacy=SEEDED, performance=CHUNKS)
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    Trainer(max_epochs=-1, default_root_dir=folder, **options, **quiet).fit(_Module(model), steps)
+    Trainer(max_epochs=-1, default_root_dir=folder, **options, **quiet).fit(module := _Module(model), steps)
+    steps.step.method.finish(module)
     return steps.step.method, steps.plan
 
 

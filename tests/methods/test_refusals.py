@@ -161,8 +161,8 @@ def test_options_of_another_optimizer_are_refused():
         dp_sgd(NETWORK, density=0.1)
     with pytest.raises(InputError, match=r"adam does not take density"):
         build("scale-then-privatize", NETWORK, {"density": 0.1}, lr=0.1)
-    with pytest.raises(InputError, match="method is 'dp-lion'; it must be one of 'dp-threshold'"):
-        build("dp-lion", NETWORK, {}, lr=0.1)
+    with pytest.raises(InputError, match="method is 'dp-muon'; it must be one of 'dp-threshold'"):
+        build("dp-muon", NETWORK, {}, lr=0.1)
 
 
 def test_every_ablation_that_the_documentation_lists_is_taken_by_a_recipe():

@@ -149,3 +149,8 @@ def test_a_step_that_was_refused_begins_a_new_chain():
         plain.privatize(ZEROS, step=step)
     alone = plain.privatize(ZEROS, step=6)["bias"] / PLAN.noise_coefficients[0]
     torch.testing.assert_close(after.double(), alone.double(), rtol=1e-5, atol=1e-8)
+
+
+def test_coefficients_by_which_an_example_would_exceed_the_sensitivity_are_refused():
+    with pytest.raises(PrivacyError, match=r"coefficients have length 1\.118; .* must be at most 1"):
+        CorrelatedNoise([1.0, 0.5])

@@ -441,7 +441,7 @@ def test_the_plan_of_a_step_and_the_noise_of_a_mechanism_cannot_be_exchanged(mak
     with pytest.raises(AttributeError):
         step.plan = plan_of(noise_multiplier=50.0)
     with pytest.raises(AttributeError):
-        step._mechanism.noise_deviation = 0.1
+        step.mechanism.noise_deviation = 0.1
 
 
 def test_two_threads_do_not_take_a_step_together(make):

@@ -275,6 +275,7 @@ def test_an_error_in_a_training_batch_is_spent_and_says_nothing_private(make_tra
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
     assert read_ledger(trainer.record.path).steps == 1
+    assert json.loads((trainer.record.path / "privacy.json").read_text())["steps_done"] == 1
 
 
 def test_the_statement_never_claims_fewer_steps_than_what_it_covers(make_trainer, training_part, validation_part, monkeypatch):

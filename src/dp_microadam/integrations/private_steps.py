@@ -190,15 +190,9 @@ class PrivateSteps:
         self._step_begun().write_privacy(folder)
 
     def close(self) -> None:
-        """Write what was spent, close the ledger and release the model, which has its averaged weights once all is done.
-
-        Closing twice is allowed.
-        """
+        """Write what was spent; close the ledger and release the model. Closing twice is allowed."""
         self._hooks.close()
         if self.step is not None and self.step.account.begun:
-            if not self.step.account.remaining:
-                self.step.method.finish(self.step.model)
-            self.write_privacy()
             self.step.close()
 
     def _step_begun(self) -> PrivateStep:

@@ -548,12 +548,13 @@ class PrivacyLedger:
 
     def sync(self) -> None:
         """Return once the last recorded step is on disk; after a PrivacyError its result must not be used."""
-        syncing, self._syncing = self._syncing, None
         try:
-            if syncing is not None:
-                syncing.result()
+            if self._syncing is not None:
+                self._syncing.result()
         except OSError as error:
+            self._syncing = None
             raise self._not_taken(self.steps - 1, error) from error
+        self._syncing = None  # not before: who is interrupted here has to wait again
 
     def close(self) -> None:
         """Close and unlock the file. Closing twice is allowed."""
@@ -666,7 +667,7 @@ def _close_in_forked_children(ledger: PrivacyLedger) -> None:
     def close_inherited() -> None:
         inherited = reference()
         if inherited is not None and not inherited._closed:
-            inherited._closed = True
+            inherited._closed, inherited._syncing = True, None
             os.close(inherited._file)  # the thread that syncs is not there
 
     os.register_at_fork(after_in_child=close_inherited)

@@ -41,6 +41,10 @@ class CorrelatedNoise:
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._coefficients = np.asarray(coefficients, dtype=np.float64)
+        if (length := float(np.linalg.norm(self._coefficients))) > 1 + 1e-9:
+            raise PrivacyError(
+                f"coefficients have length {length:.4g}; an example moves C by that much, which must be at most 1"
+            )
         self._kept: dict[str, Tensor] = {}
         self._oldest_first: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._last_step: int | None = None

@@ -332,6 +332,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Update the average with the weights after optimizer step number ``step``, counted from 1."""
+        self._last = {}
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self._shadow.items():
             average.lerp_(model.get_parameter(name).to(average.dtype), 1 - decay)
@@ -352,7 +353,8 @@ class WeightAverage:
     @contextmanager
     def taken_from(self, model: nn.Module) -> Iterator[None]:
         """Within the block ``model`` has the weights of its last step, if :meth:`give` gave it the averaged ones."""
-        with _exchanged(model, self._last, self._shadow if self._last else {}):
+        own = {name: model.get_parameter(name).detach().clone() for name in self._last}
+        with _exchanged(model, self._last, own):
             yield
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -41,13 +41,12 @@ class PrivateStep:
 
     Arguments:
         method: a method of ``dp_microadam.methods``, or a torch optimizer.
-        plan: a :class:`~dp_microadam.PrivacyPlan`; or an :class:`~dp_microadam.plan.plan.UnprotectedPlan`, without clipping
-            and noise.
+        plan: a :class:`~dp_microadam.PrivacyPlan`; or an :class:`~dp_microadam.UnprotectedPlan`, without clipping and noise.
         loss: ``f(model, batch)`` returns one loss per example.
         train: a map-style Dataset, or tensors with examples along the first dimension; or later, by :meth:`attach`.
         users: the id of each training example's user, if the plan's unit is the user; only then.
         run_dir: the folder of the ledger and the privacy statement.
-        privacy, performance: what the guarantee rests on besides the plan, and what changes time and memory alone.
+        privacy, performance: what the guarantee rests on besides the plan; what changes time and memory alone.
         prepare: applied to a batch on the model's device, for example dtype conversion or normalization by public constants.
         augment: applied to training batches before ``prepare``. It must treat each example independently of the rest of the
             batch and return one row per example; several views of an example are an extra dimension.
@@ -196,11 +195,13 @@ class PrivateStep:
             self.account.write_statement(into, group_size, shows_training=self.settings.show_private_metrics)
 
     def close(self) -> None:
-        """Close the ledger and release model and data. Closing twice is allowed."""
+        """Write what was spent, close the ledger and release model and data. Closing twice is allowed."""
+        unwritten, self._data = self.account.begun and self.account.privacy is not None, None
         self.clip.close()
         self.mechanism.forget_noise()
         self.account.close()
-        self._data = None
+        if unwritten:
+            self.write_privacy()
 
     def _prepare_query(self, index: int) -> None:
         """The phase of step ``index``, and by what its gradients are multiplied before they are clipped."""

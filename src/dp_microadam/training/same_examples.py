@@ -225,7 +225,8 @@ def _addresses(entries: list[Any], rows: _Rows) -> _Rows:
     for entry in (entries[row] for row in rows):
         leaves = (leaf for leaf in tree_leaves(entry) if _is_array(leaf) and leaf.ndim)
         found.update(leaf.data_ptr() if isinstance(leaf, Tensor) else leaf.ctypes.data for leaf in leaves)
-        found.update([id(entry)] if isinstance(entry, dict | list) else ())
+        own = isinstance(entry, dict | list) or (hasattr(entry, "__dict__") and not callable(entry))
+        found.update([id(entry)] if own else ())
     return np.array([address for address, count in found.items() if count == 1], dtype=np.int64)
 
 

@@ -27,7 +27,7 @@ _BETWEEN_SEEDS = 1_000_003
 _BOUNDS = (256, 128, 64, 32, 16, 8, 4)
 
 # The last example keeps its scale: its loss is not saturated, and shows what the large ones do to it.
-_SCALES = (1e3, -1e6, 1.0)
+_SCALES = ((1e3, -30.0, 1.0), (-1e4, 1e6, 1.0))
 
 # In a large batch of copies of one example.
 _COPIES_REPLACED = 4
@@ -133,8 +133,8 @@ def company(source: SyntheticExamples, cast: Callable[[Any], Any] = lambda batch
     first, last = _row(batch, 0), _row(batch, 2)
     yield [Company(batch, [0, 2], [first, last])]
     yield [Company(joined(last, first), [0, 1], [last, first])]
-    if any(map(is_floating, tree_leaves(batch))):
-        yield [Company(_scaled(batch, _SCALES), [2], [last])]
+    for factors in _SCALES if any(map(is_floating, tree_leaves(batch))) else ():
+        yield [Company(_scaled(batch, factors), [2], [last])]
     yield [_resembling(_row(drawn, 0), _row(others, 0)), Company(repeat_example(drawn, 0, 3), [0, 2], 2 * [_row(drawn, 0)])]
     missing = [_without_numbers(first, index) for index, leaf in enumerate(tree_leaves(first)) if is_floating(leaf)]
     if missing and all(leaf.device.type == "cpu" for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)):
@@ -142,9 +142,12 @@ def company(source: SyntheticExamples, cast: Callable[[Any], Any] = lambda batch
 
 
 def half_replaced(source: SyntheticExamples) -> tuple[Any, Any, Tensor]:
-    """Four examples, the same with every second one replaced, and the places of those that are not."""
-    batch, others = source.draw(4)
-    return batch, replace_rows(batch, others, torch.tensor([1, 3])), torch.tensor([0, 2])
+    """Six examples, the same with half of them replaced, and the places of those that are not.
+
+    Each of these has a replaced one before it, after it, and in the same place of the other half.
+    """
+    batch, others = source.draw(6)
+    return batch, replace_rows(batch, others, torch.tensor([1, 3, 4])), torch.tensor([0, 2, 5])
 
 
 def copies_replaced(source: SyntheticExamples, count: int) -> tuple[Any, Any, Tensor]:

@@ -17,8 +17,8 @@ Formal guarantees: after :meth:`IndependenceCheck.check` has returned, on this i
   the largest gradient are allowed. A model that does not run in double precision throughout is checked as it is: to 1e-5
   and 1e-3 in float32, and to four roundings of the products under autocast (3e-2 in bfloat16). If it has parameters in half
   precision, frozen ones too, its copy is in float32. A warning says so if there was no copy for another reason;
-- for models that draw random numbers, with 6 further seeds the losses of others did not change when every second of four
-  examples was replaced;
+- for models that draw random numbers, with 6 further seeds the losses of others did not change when three of six
+  examples were replaced;
 - no parameter, buffer or extra state was changed by a pass, and neither the loss of a batch nor any plain attribute of a
   module depended on the batch that had passed before it;
 - no pass set the seed of torch's generators, and none set that of Python's or NumPy's to the same value every time;
@@ -263,7 +263,7 @@ class IndependenceCheck:
     """The randomized numerical check of one model; the docstring of this module says what it can miss.
 
     It leaves random streams, parameters, their gradients, buffers, attributes and modes as they were. Most passes are of one
-    to four examples. Two forward passes of 7 and 5 examples, and up to 30 more for layers that are skipped at random, teach
+    to six examples. Two forward passes of 7 and 5 examples, and up to 30 more for layers that are skipped at random, teach
     ``observed.table`` which tensors have rows for each example.
 
     Args:

@@ -5,7 +5,7 @@ This is a randomized numerical check.
 Formal guarantees: after :func:`check_transform` has returned, on synthetic raw batches of the given batch's shapes,
 
 - there was one row for each example in every tensor that the transform returned;
-- replacing every second one of four examples left the rows of all others as they were, whatever the global random streams of
+- replacing three of six examples left the rows of all others as they were, whatever the global random streams of
   torch, Python and NumPy gave, with one seed, or with 33 if the transform draws random numbers; so did replacing some in a
   batch of the given size, three quarters of which were copies of one example;
 - the row of an example was alone what it was beside one and two others, others a thousand and a million times as large,
