@@ -30,6 +30,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=inde
 
 NOT_RUN = {
     r"pip install ": "changes the environment that the tests run in",
+    r"eval ": "changes the shell that the tests run in; tests/workbench/command_line has what completes",
     r"make ": "the commands of the Makefile are what runs these tests",
     r"torchrun ": "starts several processes; tests/training/test_distributed.py does",
     r"python examples/journeys/": "takes minutes; tests/test_journeys.py runs them at a small size",
