@@ -383,3 +383,36 @@ def test_an_example_whose_squared_norm_rounds_below_zero_is_measured_again_and_c
     torch.testing.assert_close(found.double(), norms, rtol=1e-5, atol=0)
     expected = (gradients * (0.5 / norms).clamp(max=1).view(-1, 1, 1)).sum(0)
     assert (engine.sums["weight"].squeeze(-1) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("strategy", ["ghost", "keep", "drop"])
+@pytest.mark.parametrize("clipping", ["flat", "per-layer"])
+def test_an_example_that_is_not_finite_changes_nothing_of_what_others_add_by_the_same_random_numbers(strategy, clipping):
+    """Were the others taken once more with new random numbers, those that overflow by chance would overflow more often."""
+
+    class OverflowsByChance(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.rare = nn.Linear(4, 6), nn.Linear(6, 1), False
+
+        def forward(self, x):
+            y = self.last(torch.tanh(self.first(x)))
+            draws = torch.rand(len(x), 1, dtype=x.dtype)
+            return y / (draws >= 0.3) if self.rare else y + 0 * draws
+
+    torch.manual_seed(0)
+    model, x, lost = OverflowsByChance(), torch.randn(6, 4), torch.full((1, 4), math.nan)
+    engine = ClippedGradients(
+        model, lambda model, batch: 1e3 * model(batch)[:, 0], max_grad_norm=1.0, clipping=clipping, strategy=strategy
+    )
+    engine.check_independence(torch.cat([x, x[:1]]))
+    model.rare = True
+    for seed in range(8):
+        sums = []
+        for batch in (x, torch.cat([x, lost])):
+            torch.manual_seed(seed)
+            engine.reset()
+            engine.accumulate(batch)
+            sums.append({name: total.clone() for name, total in engine.sums.items()})
+        for name, total in sums[0].items():
+            torch.testing.assert_close(sums[1][name], total, rtol=1e-4, atol=1e-5)

@@ -25,6 +25,7 @@ from dp_microadam.clipping.passes import (
     ParameterShare,
     blocks_of,
     gradient_shares,
+    leave_out,
     recompute_uncertain,
 )
 from dp_microadam.clipping.precision import autocasting, full_precision
@@ -228,16 +229,17 @@ class ClippedGradients:
             raise
         if found is None:
             return torch.zeros(count if weights is None else len(weights), device=losses.device)
-        if found.lost:
-            shares.clear()
-            return self._add_finite(observed, batch, found.of_examples, weights)
-        self._accumulated = True
         with torch.no_grad(), full_precision(self._device):
-            self._add_clipped(shares, found.of_examples)
-        return found.of_examples
+            if found.lost:
+                leave_out(shares, torch.isfinite(found.of_examples).logical_not_())
+            added = self._add_clipped(shares, found.of_examples.nan_to_num(nan=torch.inf), sure=not found.lost)
+        return found.of_examples if added else self._add_finite(observed, batch, found.of_examples, weights)
 
     def _add_finite(self, observed: Observed, batch: Any, norms: Tensor, weights: Tensor | None) -> Tensor:
-        """Once more without the examples, or users, whose norm is not finite: zero times their numbers would not be zero."""
+        """Once more without the examples, or users, whose norm is not finite, where their gradients could not be left out.
+
+        The others get new random numbers then.
+        """
         units = torch.isfinite(norms).nonzero().flatten()
         rows = torch.arange(batch_size(batch), device=units.device).view(len(norms), -1)[units].flatten()
         if len(rows):
@@ -315,15 +317,20 @@ class ClippedGradients:
         other.reset()
         return other
 
-    def _add_clipped(self, shares: list[ParameterShare], norms: Tensor) -> None:
+    def _add_clipped(self, shares: list[ParameterShare], norms: Tensor, *, sure: bool) -> bool:
+        """Add the clipped sums; nothing, and False, if they are not finite although they should be."""
         coefficients = self._coefficients_of(shares, norms)
         totals: dict[str, Tensor] = {}
         while shares:
             share = shares.pop()  # its memory is free once its sum is taken
             for key, total in self._sums_of(share.call, coefficients.pop().to(share.squared.dtype)).items():
                 totals[share.names[key]] = total
+        if not sure and not all(bool(total.isfinite().all()) for total in totals.values()):
+            return False
+        self._accumulated = True
         # All of them or, on an error above, none; and in one launch on a GPU.
         torch._foreach_add_([self._sums[name] for name in totals], list(totals.values()))
+        return True
 
     def _coefficients_of(self, shares: list[ParameterShare], norms: Tensor) -> list[Tensor]:
         """The clipping coefficients of every share. Per layer, layers that have a share in common are clipped as one block."""

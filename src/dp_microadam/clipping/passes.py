@@ -19,6 +19,8 @@ from dp_microadam.clipping.outer_product import (
     OF_POSITIONS,
     OF_SQUARES,
     OF_TERMS,
+    Factors,
+    OuterProductSum,
     any_flagged,
     piece_elements,
     squared_norms,
@@ -27,7 +29,7 @@ from dp_microadam.clipping.precision import full_precision
 from dp_microadam.clipping.recording import Observed, OutputGradientHook, Recording, Use
 from dp_microadam.clipping.rules.embedding import EmbeddingCall
 from dp_microadam.clipping.rules.linear import LinearRule, positions
-from dp_microadam.clipping.rules.rule import RuleCall, at_least_float32, sum_of
+from dp_microadam.clipping.rules.rule import GradientRows, LayerCall, RuleCall, UnchangedInput, at_least_float32, sum_of
 from dp_microadam.errors import InputError
 
 # Elements of formed gradients that are kept between norms and sum: 128 MB in float32.
@@ -334,3 +336,34 @@ def recompute_uncertain(shares: Sequence[ParameterShare], flag: Tensor) -> Norms
         squared = sum_of([share.squared for share in shares])
         lost = int((~torch.isfinite(squared)).sum())
     return Norms(squared.sqrt(), lost, bool(flagged))
+
+
+_HOLDERS = (LayerCall, JointCall, TiedCall, PendingUse, Use, OuterProductSum, Factors, GradientRows, UnchangedInput)
+
+
+def leave_out(shares: Sequence[ParameterShare], lost: Tensor) -> None:
+    """Give examples whose norm is not finite a coefficient of zero, and zeros for their numbers: zero times NaN is NaN.
+
+    Only such examples have numbers that are not finite, so nothing of the others changes: they add what they add without them.
+    """
+    for share in shares:
+        share.squared = share.squared.masked_fill(lost, torch.inf)
+        share.call = _finite(share.call)
+
+
+def _finite(value: Any) -> Any:
+    """The same with zeros for numbers that are not finite, in whatever a call keeps; rules and modules are not touched."""
+    if isinstance(value, Tensor):
+        whole = not value.is_floating_point() or bool(value.isfinite().all())
+        return value if whole else value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if isinstance(value, list | tuple):
+        found = map(_finite, value)
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, _HOLDERS):
+        for key, one in list(vars(value).items()):
+            object.__setattr__(value, key, _finite(one))
+        if isinstance(value, UnchangedInput):
+            value.accept()
+    return value

@@ -250,6 +250,10 @@ class UnchangedInput:
         self._tensor = tensor.detach()
         self._version = self._tensor._version
 
+    def accept(self) -> None:
+        """Take the tensor as it is now for the one that was saved."""
+        self._version = self._tensor._version
+
     def read(self) -> Tensor:
         if self._tensor._version != self._version:
             raise InputError(
