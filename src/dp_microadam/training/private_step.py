@@ -196,7 +196,7 @@ class PrivateStep:
 
     def close(self) -> None:
         """Write what was spent, close the ledger and release model and data. Closing twice is allowed."""
-        unwritten, self._data = self.account.begun and self.account.privacy is not None, None
+        unwritten, self._data = self.account.begun and None not in (self._data, self.account.privacy), None
         self.clip.close()
         self.mechanism.forget_noise()
         self.account.close()
