@@ -25,6 +25,8 @@ def words(pattern):
 
 BUDGETS = {
     "modules of the package": (170, lambda: len(files("src/**/*.py"))),
+    "lines of the package": (29_100, lambda: lines("src/**/*.py")),  # on the way to 26,000
+    "lines of tests": (26_800, lambda: lines("tests/**/*.py")),  # on the way to 22,000
     "lines of research": (4_000, lambda: lines("research/**/*.py")),
     "words of the documentation": (28_000, lambda: words("docs/*.md")),
     "words of the README": (600, lambda: words("README.md")),

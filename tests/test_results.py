@@ -12,6 +12,7 @@ from research.experiments.report import Sweep
 from research.experiments.study import load_study
 from research.leaderboard.runs import DEFAULT, SEEDS
 from research.leaderboard.tables import ORACLE, Difference, Leaderboard, columns
+from scipy.stats import t
 
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
 FILES = sorted(path for path in (ROOT / "results").glob("*/*.json*") if path.name != "experiment.json")
@@ -109,3 +110,38 @@ def test_the_page_on_performance_has_the_times_of_lora_and_gpt_2_that_were_measu
     )
     ratio = measured("gpt-2", "clipping")["ours"]["processor_ratio"]
     assert f"takes {ratio:.2f}× the processor time of ordinary gradients" in page
+
+
+def test_readme_says_of_leaks_what_was_measured():
+    page = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    runs = json.loads((ROOT / "results" / "leak" / "leak.json").read_text("utf-8"))["results"]
+    told = {}
+    for name in ("without privacy", "with privacy"):
+        own = [run for run in runs if run["model"] == name]
+        found = [100 * run["found"][1] for run in own]
+        half = statistics.stdev(found) / len(own) ** 0.5 * float(t.ppf(0.975, len(own) - 1))
+        told[name] = f"{statistics.mean(found):.0f} ± {half:.0f}", f"{statistics.mean(run['accuracy'] for run in own):.1f}"
+        assert len(own) == 10
+    assert told["without privacy"][0] == "100 ± 0"
+    assert f"With ε = 8 it gives away {told['with privacy'][0]} if every tenth innocent" in page
+    assert f"from {told['without privacy'][1]} to {told['with privacy'][1]} %" in page
+
+
+@pytest.mark.parametrize(
+    ("title", "model", "batch"),
+    [
+        ("WRN-16-4, weight standardization, batch 64", "wrn-16-4 ws", 64),
+        ("ViT-Tiny at 224×224, batch 32", "vit-tiny", 32),
+        ("CNN of 26,010 parameters, batch 16", "tanh cnn", 16),
+    ],
+)
+def test_readme_says_of_clipping_what_was_measured(title, model, batch):
+    lines = json.loads((ROOT / "results" / "clipping" / "beside_opacus.json").read_text("utf-8"))["results"]
+    rows = {line["method"]: line for line in lines if (line["model"], line["batch"]) == (model, batch)}
+    rivals = [row for name, row in rows.items() if name.startswith("opacus")]
+    assert len(rivals) == 3
+    ours, theirs = (
+        ", ".join(f"{min(row[kind] for row in part):.2f}×" for kind in ("processor_ratio", "peak_ratio"))
+        for part in ([rows["ours"]], rivals)
+    )
+    assert f"| {title} | {ours} | {theirs} |" in (ROOT / "README.md").read_text("utf-8")
